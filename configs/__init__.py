@@ -1,0 +1,1 @@
+"""The shipped YAML files, installed with the package."""

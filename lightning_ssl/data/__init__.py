@@ -1,0 +1,1 @@
+"""DataModules: images with batched augmentation, and the theory's synthetic models."""

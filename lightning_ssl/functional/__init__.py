@@ -1,0 +1,1 @@
+"""The papers' quantities as pure functions: tensors in, tensors out."""

@@ -1,0 +1,1 @@
+"""The methods of the five papers, one LightningModule a file."""

@@ -1,0 +1,1 @@
+"""The torchmetrics twins: states are sums or rows, the maths is `functional`'s."""

@@ -1,0 +1,1 @@
+"""Backbones, heads, batch-norm parts: what the methods are built from."""

@@ -1,0 +1,1 @@
+"""What the papers solve or simulate: linear dynamics, latent trees, mixtures, the ring."""
