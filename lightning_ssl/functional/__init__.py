@@ -1,1 +1,51 @@
 """The papers' quantities as pure functions: tensors in, tensors out."""
+
+from lightning_ssl.functional.geometry import alignment, effective_rank, uniformity
+from lightning_ssl.functional.losses import (
+    barlow_twins_loss,
+    byol_loss,
+    cross_model_loss,
+    exact_contrastive_loss,
+    info_nce_loss,
+    pair_weight,
+    simple_contrastive_loss,
+    soft_triplet_loss,
+    squared_distance,
+)
+from lightning_ssl.functional.moments import correlation_loss, error_rate_bound, generalization_bound, second_moment
+from lightning_ssl.functional.predictor import (
+    asymmetry,
+    commutator_norm,
+    direct_predictor,
+    effective_predictor,
+    eigenspace_alignment,
+    optimal_predictor,
+)
+from lightning_ssl.functional.probes import fit_linear_probe, knn_predict
+
+__all__ = [
+    "alignment",
+    "asymmetry",
+    "barlow_twins_loss",
+    "byol_loss",
+    "commutator_norm",
+    "correlation_loss",
+    "cross_model_loss",
+    "direct_predictor",
+    "effective_predictor",
+    "effective_rank",
+    "eigenspace_alignment",
+    "error_rate_bound",
+    "exact_contrastive_loss",
+    "fit_linear_probe",
+    "generalization_bound",
+    "info_nce_loss",
+    "knn_predict",
+    "optimal_predictor",
+    "pair_weight",
+    "second_moment",
+    "simple_contrastive_loss",
+    "soft_triplet_loss",
+    "squared_distance",
+    "uniformity",
+]

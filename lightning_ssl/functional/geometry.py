@@ -1,0 +1,114 @@
+"""Where the features lie: alignment and uniformity on the sphere, and how many dimensions they use."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ssl.functional._checks import check_positive, check_rows, check_same_shape
+
+# Blocks of similarities this size stay in a CPU's cache and are large enough for a GPU.
+_BLOCK = 1024
+
+
+def alignment(x: Tensor, y: Tensor, alpha: float = 2.0) -> Tensor:
+    r"""How far apart the two views of a sample lie, :math:`E \|\hat x - \hat y\|^\alpha` (RAFT Def. 2.1).
+
+    The definition sums over coordinates; the values printed in the RAFT paper are per coordinate, smaller by d.
+
+    Args:
+        x: features of the first view, ``[N, d]``; rows are scaled to unit length.
+        y: features of the second view of the same samples, ``[N, d]``.
+        alpha: the exponent.
+
+    Example:
+        >>> alignment(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]]))
+        tensor(2.)
+    """
+    return _pair_distances(x, y, alpha).mean()
+
+
+def _pair_distances(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    check_positive(alpha, "alpha")
+    check_same_shape(x, y, ("x", "y"))
+    squared = (_unit_rows(x, "x") - _unit_rows(y, "y")).square().sum(dim=1)
+    return squared if alpha == 2 else squared ** (alpha / 2)
+
+
+def uniformity(x: Tensor, t: float = 2.0) -> Tensor:
+    r"""How evenly the features cover the sphere (RAFT Def. 2.2); 0 when collapsed, lower is more even.
+
+    .. math:: \log \frac{2}{N(N-1)} \sum_{i<j} e^{-t \|\hat x_i - \hat x_j\|^2}
+
+    Memory is bounded for any N, in the backward pass too: similarities are made block by block.
+
+    Args:
+        x: features, ``[N, d]`` with N >= 2; rows are scaled to unit length.
+        t: the kernel's inverse width.
+
+    Example:
+        >>> uniformity(torch.tensor([[1.0, 0.0], [-2.0, 0.0]]))
+        tensor(-8.)
+    """
+    check_positive(t, "t")
+    x = _unit_rows(x, "x", min_rows=2)
+    n = x.shape[0]
+    total = x.new_tensor(-math.inf)
+    for start in range(0, n, _BLOCK):
+        rows = x[start : start + _BLOCK]
+        for other in range(start, n, _BLOCK):
+            columns = x[other : other + _BLOCK]
+            if x.requires_grad and torch.is_grad_enabled() and n > _BLOCK:
+                # Recomputed in the backward pass, so that no block's similarities are kept.
+                block = checkpoint(_log_kernel_sum, rows, columns, t, start == other, use_reentrant=False)
+            else:
+                block = _log_kernel_sum(rows, columns, t, start == other)
+            total = torch.logaddexp(total, block)
+    return total - math.log(n * (n - 1) / 2)
+
+
+def _log_kernel_sum(rows: Tensor, columns: Tensor, t: float, diagonal: bool) -> Tensor:
+    exponents = torch.addmm(rows.new_tensor(-2 * t), rows, columns.T, alpha=2 * t)  # -t |a - b|^2 = 2t (cos - 1)
+    if diagonal:
+        i, j = torch.triu_indices(len(rows), len(rows), offset=1, device=rows.device)
+        exponents = exponents[i, j]
+        if not len(exponents):
+            return rows.new_tensor(-math.inf)
+    return torch.logsumexp(exponents.flatten(), dim=0)
+
+
+def effective_rank(x: Tensor) -> Tensor:
+    r"""How many dimensions the features use: the exponential of the entropy of the normalised singular values.
+
+    .. math:: \exp\Big(-\sum_i q_i \log q_i\Big), \qquad q_i = \sigma_i / \textstyle\sum_j \sigma_j
+
+    Between 1 (all rows on one line through the origin) and min(N, d) (equal singular values).
+
+    Args:
+        x: features, ``[N, d]``, not centred.
+
+    Example:
+        >>> effective_rank(torch.eye(3))
+        tensor(3.)
+    """
+    check_rows(x, "x")
+    return _effective_rank_of_values(torch.linalg.svdvals(x.to(torch.promote_types(x.dtype, torch.float32))))
+
+
+def _effective_rank_of_values(singular_values: Tensor) -> Tensor:
+    values = singular_values[singular_values > 0]
+    if not len(values):
+        raise ValueError("`x` is all zero and has no effective rank; the features have collapsed to the origin")
+    q = values / values.sum()
+    return torch.exp(-(q * q.log()).sum())
+
+
+def _unit_rows(x: Tensor, name: str, min_rows: int = 1) -> Tensor:
+    check_rows(x, name, min_rows=min_rows, nonzero=True)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    # Dividing by the largest entry first keeps the squares of very large or very small rows in range.
+    return F.normalize(x / x.detach().abs().amax(dim=1, keepdim=True), dim=1)
