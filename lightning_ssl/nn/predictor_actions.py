@@ -1,0 +1,210 @@
+"""What the papers do to a predictor besides training it: set it from F, symmetrise it, reset it.
+
+Each piece needs a predictor and nothing else, so that methods and drop-in callbacks share it. All act in place, on
+every rank alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ssl.functional import direct_predictor, optimal_predictor
+from lightning_ssl.nn.distributed import all_reduce_sum, broadcast
+
+PredictorInit = Literal["default", "identity", "uniform", "positive"]
+
+
+def linear_of(predictor: nn.Module, action: str) -> nn.Linear:
+    """The one square linear map in a predictor; anything else is refused, naming what needed it."""
+    linears = [m for m in predictor.modules() if isinstance(m, nn.Linear)]
+    if len(linears) != 1 or linears[0].in_features != linears[0].out_features:
+        shapes = [(m.in_features, m.out_features) for m in linears]
+        raise ValueError(
+            f"{action} needs a predictor with one square nn.Linear, got {type(predictor).__name__} with linear layers "
+            f'of (in, out) sizes {shapes}; use predictor="linear"'
+        )
+    return linears[0]
+
+
+@torch.no_grad()
+def symmetrize_(predictor: nn.Module) -> None:
+    """Replace the weight by its symmetric part, W <- (W + W^T)/2 (DirectPred Sec. 4)."""
+    weight = linear_of(predictor, "symmetrising").weight
+    weight.copy_((weight + weight.T) / 2)
+
+
+@torch.no_grad()
+def reset_parameters_(
+    predictor: nn.Module, init: PredictorInit = "default", init_range: float | None = None, seed: int = 0
+) -> None:
+    """Draw the predictor anew; the draw is a function of `seed` alone, so that all ranks agree.
+
+    Args:
+        predictor: Any module.
+        init: "default", every layer's own initialisation; "identity", for one square linear layer; "uniform", weights
+            from [-init_range, init_range]; "positive", from [0, init_range] (DDN-v1 Tables 7-10). The last three set
+            biases to 0 and normalisation layers back to their start.
+        init_range: The range of "uniform" and "positive".
+        seed: Seed of the draw; for repeated resets, vary it (by the epoch, say).
+    """
+    if init not in ("default", "identity", "uniform", "positive"):
+        raise ValueError(f"`init` must be default, identity, uniform or positive, got {init!r}")
+    if init in ("uniform", "positive") and not (init_range is not None and init_range > 0):
+        raise ValueError(f"init={init!r} needs a positive `init_range`, got {init_range}")
+    # On a CPU copy: the device's generator is left alone and the draw is the same on any device.
+    fresh = copy.deepcopy(predictor).cpu()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in fresh.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        if init == "identity":
+            nn.init.eye_(linear_of(fresh, "identity initialisation").weight)
+        elif init_range is not None and init != "default":
+            for module in fresh.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.uniform_(module.weight, -init_range if init == "uniform" else 0.0, init_range)
+    if init != "default":
+        for module in fresh.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+    state = fresh.state_dict()
+    for name, tensor in predictor.state_dict().items():
+        tensor.copy_(state[name])
+
+
+class DirectPredictorUpdate:
+    r"""Sets a linear predictor from a moving average of its inputs' second moment (DirectPred Eqs. 18-19).
+
+    :math:`\hat F \leftarrow \rho \hat F + (1 - \rho) E_B[f f^T]`, uncentred, over all rows of a step on all ranks.
+    Call :meth:`update` with each batch of predictor inputs (every view, every micro-batch), then :meth:`step` once
+    after the optimizer step.
+
+    The averages are plain tensors here, not buffers of any module; :meth:`state_dict` is their checkpoint entry.
+
+    Args:
+        rho: Weight of the past in the average; 0 uses the last batch alone.
+        eps: The boost of small eigenvalues, relative to the largest.
+        freq: Set the predictor every `freq`-th step; in between the optimizer trains it. The averages move each step.
+        shift: The constant c of Table 7, relative to the largest eigenvalue.
+        partitions: Number of random hyperplanes (through the origin). 0: one F. Otherwise one F for each side of each
+            hyperplane, and the mean of the resulting predictors.
+        mode: "direct" (Eq. 18) or "optimal" (Table 1), which solves for the least-squares symmetric predictor and
+            needs the targets as well.
+        reg: The ridge of "optimal", relative to F's mean eigenvalue.
+        seed: Seed of the hyperplanes.
+    """
+
+    def __init__(
+        self,
+        rho: float = 0.3,
+        eps: float = 0.1,
+        freq: int = 1,
+        shift: float = 0.0,
+        partitions: int = 0,
+        mode: Literal["direct", "optimal"] = "direct",
+        reg: float = 1e-3,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= rho < 1:
+            raise ValueError(f"`rho` must lie in [0, 1), got {rho}; 0 uses the last batch alone")
+        if eps < 0 or reg < 0:
+            raise ValueError(f"`eps` and `reg` must not be negative, got {eps} and {reg}")
+        if freq < 1 or partitions < 0:
+            raise ValueError(f"`freq` must be at least 1 and `partitions` at least 0, got {freq} and {partitions}")
+        if shift >= 1:
+            raise ValueError(f"`shift` must be below 1 (the largest eigenvalue in these units), got {shift}")
+        if mode not in ("direct", "optimal"):
+            raise ValueError(f'`mode` must be "direct" or "optimal", got {mode!r}')
+        self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
+        self.partitions, self.mode, self.reg, self.seed = partitions, mode, reg, seed
+        self.steps = 0
+        self.F: Tensor | None = None  # [parts, d, d]
+        self.M: Tensor | None = None  # [parts, d, d], "optimal" only
+        self.seen: Tensor | None = None  # [parts], whether a part has had rows yet
+        self._sums: Tensor | None = None  # [1 or 2, parts, d, d], of the current step on this rank
+        self._counts: Tensor | None = None  # [parts]
+
+    @torch.no_grad()
+    def update(self, inputs: Tensor, targets: Tensor | None = None) -> None:
+        """Add a batch of predictor inputs, [N, d], and in mode "optimal" what they should predict, [N, d]."""
+        if self.mode == "optimal" and (targets is None or targets.shape != inputs.shape):
+            got = None if targets is None else tuple(targets.shape)
+            raise ValueError(f'mode="optimal" needs `targets` shaped as the inputs {tuple(inputs.shape)}, got {got}')
+        f = _precise(inputs.detach())  # N x d
+        side = self._sides(f)  # parts x N
+        weighted = side[:, :, None] * f  # parts x N x d
+        sums = [weighted.mT @ f]
+        if self.mode == "optimal":
+            assert targets is not None
+            cross = weighted.mT @ _precise(targets.detach())
+            sums.append((cross + cross.mT) / 2)
+        stacked, counts = torch.stack(sums), side.sum(dim=1)
+        self._sums = stacked if self._sums is None else self._sums + stacked
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    @torch.no_grad()
+    def step(self, predictor: nn.Module) -> bool:
+        """Move the averages by what :meth:`update` collected, and set the predictor when due; return whether it was.
+
+        A collective: all ranks call it, each having called :meth:`update`.
+        """
+        weight = linear_of(predictor, "DirectPred").weight
+        if self._sums is None or self._counts is None:
+            raise RuntimeError("step() without update(): no predictor inputs were given since the last step")
+        sums, counts = all_reduce_sum(self._sums), all_reduce_sum(self._counts)
+        self._sums = self._counts = None
+        moments = sums / counts.clamp_min(1)[:, None, None]
+        present = counts > 0
+        if self.F is None or self.seen is None:
+            self.F, self.M, self.seen = moments[0], moments[-1] if self.mode == "optimal" else None, present
+        else:
+            # A part's first rows start its average; a part without rows keeps what it has.
+            rho = torch.where(self.seen, self.rho, 0.0).to(moments)[:, None, None]
+            keep = torch.where(present[:, None, None], rho, 1.0)
+            self.F = keep * self.F.to(moments) + (1 - keep) * moments[0]
+            if self.M is not None:
+                self.M = keep * self.M.to(moments) + (1 - keep) * moments[1]
+            self.seen = self.seen.to(present.device) | present
+        self.steps += 1
+        if self.steps % self.freq:
+            return False
+        # Broadcast: equal F on all ranks need not give bitwise equal eigenvectors.
+        weight.copy_(broadcast(self._predictor().to(weight)))
+        return True
+
+    def _predictor(self) -> Tensor:
+        assert self.F is not None and self.seen is not None
+        parts = []
+        for part in self.seen.nonzero()[:, 0].tolist():
+            F = self.F[part]
+            if self.M is None:
+                parts.append(direct_predictor(F, self.eps, self.shift))
+            else:
+                parts.append(optimal_predictor(F, self.M[part], self.reg * float(F.diagonal().mean())))
+        return torch.stack(parts).mean(dim=0)
+
+    def _sides(self, f: Tensor) -> Tensor:
+        """Indicators of the side of each hyperplane a row lies on, [2 partitions, N]; all ones without partitions."""
+        if not self.partitions:
+            return f.new_ones(1, len(f))
+        generator = torch.Generator().manual_seed(self.seed)
+        normals = torch.randn(self.partitions, f.shape[1], generator=generator, dtype=torch.float64).to(f)
+        positive = (f @ normals.T).T > 0
+        return torch.cat([positive, ~positive]).to(f)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "F": self.F, "M": self.M, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        self.F, self.M, self.seen = state["F"], state["M"], state["seen"]
+
+
+def _precise(x: Tensor) -> Tensor:
+    """Double precision where the device has it: the small eigenvalues are what the method is about."""
+    return x.float() if x.device.type == "mps" else x.double()
