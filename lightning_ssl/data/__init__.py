@@ -1,1 +1,6 @@
 """DataModules: images with batched augmentation, and the theory's synthetic models."""
+
+from lightning_ssl.data.batch import ProbeBatch, ViewBatch
+from lightning_ssl.data.image import ImageDataModule
+
+__all__ = ["ImageDataModule", "ProbeBatch", "ViewBatch"]

@@ -1,0 +1,121 @@
+"""Loaders whose order is a function of (seed, epoch) at any number of ranks, and that resume in mid-epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ssl.data.rng import permutation
+
+
+class ShardSampler(DistributedSampler):
+    """Every `world_size`-th sample of an order that all ranks share.
+
+    The b-th batches of all ranks together are the b-th batch of a single process with a batch `world_size` times as
+    large. Being a `DistributedSampler` already, it is left in place by Lightning.
+
+    Args:
+        dataset: What to sample from.
+        rank: This process.
+        world_size: Number of processes.
+        shuffle: Draw a new order each epoch; "once" keeps the first one.
+        even: Give every rank equally many samples, leaving out what does not divide. Otherwise every sample is given
+            once, and ranks may differ by one, or hold none.
+        seed: Seed of the order.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        rank: int,
+        world_size: int,
+        shuffle: bool | str = False,
+        even: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, seed=seed, drop_last=even)  # type: ignore[arg-type]
+        self.shuffle = bool(shuffle)
+        self.reshuffle = shuffle is True
+        size = len(dataset)
+        self.num_samples = size // world_size if even else len(range(rank, size, world_size))
+        self.start = 0  # samples to leave out, consumed before a resume
+
+    def __iter__(self) -> Iterator[int]:
+        size = len(self.dataset)  # type: ignore[arg-type]
+        order = permutation(size, self.seed, self.epoch) if self.shuffle else torch.arange(size)
+        mine = order[self.rank :: self.num_replicas][: self.num_samples]
+        return iter(mine[self.start :].tolist())
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch if self.reshuffle else 0
+
+
+class EpochDataset(Dataset):
+    """A dataset that fetches whole batches and knows the epoch, in its workers too."""
+
+    def __init__(self) -> None:
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    @property
+    def epoch(self) -> int:
+        return int(self._epoch)
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epoch.fill_(value)
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        raise NotImplementedError
+
+    def __getitem__(self, row: int) -> Any:
+        return self.__getitems__([row])
+
+
+class ShardLoader(DataLoader):
+    """A DataLoader over an `EpochDataset` and a `ShardSampler` whose position can be saved and restored.
+
+    Iteration is lazy, so that the epoch set between `iter` and the first batch counts: Lightning creates the first
+    iterator before it sets the epoch.
+    """
+
+    def __init__(self, dataset: EpochDataset, **kwargs: Any) -> None:
+        super().__init__(dataset, collate_fn=kwargs.pop("collate_fn", _whole_batch), **kwargs)
+        self._position = {"epoch": 0, "batch": 0}
+        self._resume: dict[str, int] | None = None
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        epoch, skip = getattr(self.sampler, "epoch", 0), 0
+        if self._resume is not None and self._resume["epoch"] == epoch:
+            skip = self._resume["batch"]
+        self._resume = None
+        if isinstance(self.sampler, ShardSampler):
+            self.sampler.start = skip * (self.batch_size or 1)
+        self.dataset.epoch = epoch
+        self._position = {"epoch": epoch, "batch": skip}
+        for batch in super().__iter__():
+            self._position["batch"] += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many of its batches have been handed out."""
+        return dict(self._position)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue behind those batches, if the next iteration is of the same epoch."""
+        self._resume = {"epoch": int(state["epoch"]), "batch": int(state["batch"])}
+
+
+def _whole_batch(batch: Any) -> Any:
+    return batch
+
+
+def as_rows(rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
