@@ -123,7 +123,7 @@ def direct_predictor(F: Tensor, eps: float = 0.1, shift: float = 0.0) -> Tensor:
     """
     check_square(F, "F")
     values, vectors = _descending_eigenbasis(F.to(torch.promote_types(F.dtype, torch.float32)))
-    if not float(values[0]) > 0:
+    if not values[0].item() > 0:
         raise ValueError("`F` must have a positive eigenvalue; a zero F says that all features are zero (collapsed)")
     # Roundoff may leave eigenvalues slightly negative, or the square root's slope infinite at 0.
     relative = (values / values[0] - shift).clamp_min(0)
