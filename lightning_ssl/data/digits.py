@@ -34,8 +34,8 @@ class Nuisance:
     """
 
     translate: float = 0.15
-    scale: tuple[float, float] = (0.6, 1.0)
-    rotate: float = 20.0
+    scale: tuple[float, float] = (0.7, 1.0)
+    rotate: float = 15.0
     foreground: tuple[float, float] = (0.5, 1.0)
     background: tuple[float, float] = (0.0, 0.4)
 
