@@ -1,1 +1,16 @@
 """The torchmetrics twins: states are sums or rows, the maths is `functional`'s."""
+
+from lightning_ssl.metrics.geometry import Alignment, EffectiveRank, Uniformity
+from lightning_ssl.metrics.knn import KNNAccuracy
+from lightning_ssl.metrics.moments import CorrelationBound, SecondMoment
+from lightning_ssl.metrics.predictor import EigenspaceAlignment
+
+__all__ = [
+    "Alignment",
+    "CorrelationBound",
+    "EffectiveRank",
+    "EigenspaceAlignment",
+    "KNNAccuracy",
+    "SecondMoment",
+    "Uniformity",
+]
