@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import torch
@@ -148,7 +149,7 @@ class MLPBackbone(nn.Module):
             raise ValueError(f"`depth` must be at least 1, got {depth}")
         dims = [in_features, *[hidden_features] * (depth - 1), out_features]
         layers: list[nn.Module] = []
-        for n_in, n_out in zip(dims[:-1], dims[1:], strict=True):
+        for n_in, n_out in itertools.pairwise(dims):
             layers += [nn.Linear(n_in, n_out, bias=bias), nn.ReLU()]
         self.layers = nn.Sequential(*layers[:-1])
         self.num_features = out_features

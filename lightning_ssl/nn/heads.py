@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import torch
@@ -19,7 +20,7 @@ def mlp(dims: list[int], norm: str = "batch", last_norm: str = "none", last_bias
     if len(dims) < 2 or min(dims) < 1:
         raise ValueError(f"a head needs at least two positive sizes, got {dims}")
     layers: list[nn.Module] = []
-    for i, (n_in, n_out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+    for i, (n_in, n_out) in enumerate(itertools.pairwise(dims)):
         last = i == len(dims) - 2
         layers.append(nn.Linear(n_in, n_out, bias=last_bias if last else True))
         norm_layer = build_norm(last_norm if last else norm, n_out, affine=not last)

@@ -1,0 +1,64 @@
+"""Barlow Twins."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_ssl import functional
+from lightning_ssl.methods.base import Method, Schedule, views
+from lightning_ssl.nn import LARS, build_backbone, gather_rows, mlp, num_features
+from lightning_ssl.nn.distributed import row_counts
+
+
+class BarlowTwins(Method):
+    """Make the cross-correlation matrix of two views' features the identity (Bound Eq. 2).
+
+    The matrix is that of all ranks' rows. Defaults are Barlow Twins' own recipe (LARS, warmup and cosine; the rate is
+    for a batch of 256, scale it linearly) with a 2048-dimensional projector.
+
+    Args:
+        backbone: A name (see `build_backbone`) or a module.
+        stem: "cifar" or "imagenet", for ResNets.
+        projector_hidden: Width of the projector's two hidden layers.
+        dim: Output dimension d (Bound: 4 to 2048).
+        lambd: Weight of the off-diagonal terms.
+        optimizer: From parameters to an optimizer.
+        scheduler: "constant", "cosine", or from an optimizer to a scheduler.
+        warmup_epochs: Linear warmup, for "constant" and "cosine".
+    """
+
+    loss_is_global = True
+
+    def __init__(
+        self,
+        backbone: str | nn.Module = "resnet18",
+        stem: Literal["cifar", "imagenet"] = "cifar",
+        projector_hidden: int = 2048,
+        dim: int = 2048,
+        lambd: float = 5e-3,
+        projector_norm: str = "batch",
+        optimizer: OptimizerCallable = lambda p: LARS(p, lr=0.2, weight_decay=1.5e-6, vector_lr_scale=0.024),
+        scheduler: Schedule | LRSchedulerCallable = "cosine",
+        warmup_epochs: float = 10.0,
+    ) -> None:
+        super().__init__()
+        self.keep_hyperparameters()
+        if dim < 2 or lambd < 0:
+            raise ValueError(f"`dim` must be at least 2 and `lambd` not negative, got {dim} and {lambd}")
+        self.lambd = lambd
+        self.backbone = build_backbone(backbone, stem)
+        sizes = [num_features(self.backbone), projector_hidden, projector_hidden, dim]
+        self.projector = mlp(sizes, projector_norm, last_bias=False)
+        self.use_optimizer(optimizer, scheduler, warmup_epochs)
+
+    def losses(self, batch: Any) -> dict[str, Tensor]:
+        x1, x2 = views(batch)
+        z1, z2 = self.project(x1), self.project(x2)
+        counts = row_counts(len(z1), z1.device)
+        with torch.autocast(z1.device.type, enabled=False):
+            loss = functional.barlow_twins_loss(gather_rows(z1, counts), gather_rows(z2, counts), self.lambd)
+        return {"loss": loss}

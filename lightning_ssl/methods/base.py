@@ -1,0 +1,177 @@
+"""What the methods share: steps, logging, optimizer and schedule. A method adds its networks and its loss."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_ssl.nn.distributed import all_reduce_sum, rank_weight, world_size
+from lightning_ssl.nn.finite import first_non_finite
+from lightning_ssl.nn.optim import warmup_cosine
+
+Schedule = Literal["constant", "cosine"]
+
+
+class Method(L.LightningModule):
+    """A self-supervised method on batches with fields `views`, `label`, `index` and `image`.
+
+    A subclass sets `backbone` and `projector` (and `predictor`, `target`), defines :meth:`losses`, and calls
+    :meth:`use_optimizer`. It calls each online network once for each view.
+    """
+
+    backbone: nn.Module
+    projector: nn.Module
+    loss_is_global = False  # True where `losses` returns the loss of all ranks' rows, not the mean over its own
+
+    def losses(self, batch: Any) -> dict[str, Tensor]:
+        """The entry "loss", which is minimised, and any further scalars to log; means over this rank's rows."""
+        raise NotImplementedError
+
+    def after_optimizer_step(self) -> None:
+        """Called after each step the optimizer really took: not for micro-batches, nor steps skipped under AMP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Backbone features, [N, num_features]."""
+        return self.backbone(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Projector outputs, [N, d], in single precision at least: losses do not run in half precision."""
+        z = self.projector(self.backbone(x))
+        return z.to(torch.promote_types(z.dtype, torch.float32))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = len(views(batch)[0])
+        values = self._weighted_losses(batch)
+        # One small collective: the mean over ranks, for the log and for all ranks to stop together.
+        means = all_reduce_sum(torch.stack([v.detach().float() for v in values.values()])) / world_size()
+        if not means.isfinite().all():
+            inputs = [*((f"views[{i}]", x) for i, x in enumerate(batch.views)), ("image", batch.image)]
+            culprit = first_non_finite(self, inputs, lambda: self.losses(batch))
+            raise FloatingPointError(
+                f"non-finite loss at step {self.global_step} (epoch {self.current_epoch}): the first non-finite "
+                f"quantity is {culprit}; no weight was changed by this step. Lower the learning rate, clip gradients "
+                "or check the data, and resume from the last checkpoint"
+            )
+        for name, mean in zip(values, means, strict=True):
+            self.log(f"train/{name}", mean, prog_bar=name == "loss", batch_size=rows)
+        return values["loss"]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._log_held_out("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if len(batch.views) > 1:  # clean batches have one view: they are for the callbacks
+            self._log_held_out("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        image = batch.views[0] if batch.image is None else batch.image
+        return {"features": self(image), "label": batch.label, "index": batch.index}
+
+    def _log_held_out(self, stage: str, batch: Any) -> None:
+        rows = len(views(batch)[0])
+        for name, value in self._weighted_losses(batch).items():
+            self.log(f"{stage}/{name}", value, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
+
+    def _weighted_losses(self, batch: Any) -> dict[str, Tensor]:
+        values = self.losses(batch)
+        if self.loss_is_global:
+            return values
+        weight = rank_weight(len(batch.views[0]), batch.views[0].device)
+        return {name: value * weight for name, value in values.items()}
+
+    # --- optimizer ---
+
+    def use_optimizer(
+        self, optimizer: OptimizerCallable, scheduler: Schedule | LRSchedulerCallable, warmup_epochs: float
+    ) -> None:
+        if not callable(scheduler) and scheduler not in ("constant", "cosine"):
+            raise ValueError(f'`scheduler` must be "constant", "cosine" or a callable, got {scheduler!r}')
+        if warmup_epochs < 0 or (warmup_epochs and callable(scheduler)):
+            raise ValueError(
+                f'`warmup_epochs` must be 0 or more, and goes with scheduler "constant" or "cosine"; got '
+                f"warmup_epochs={warmup_epochs} and scheduler={scheduler!r}"
+            )
+        self.optimizer, self.scheduler, self.warmup_epochs = optimizer, scheduler, warmup_epochs
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimizer gets; a group's `lr_scale` multiplies its rate, `fixed_lr` exempts it from schedules."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad]}]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameter_groups())
+        for group in optimizer.param_groups:
+            group["lr"] *= group.get("lr_scale", 1.0)
+        optimizer.register_step_post_hook(self._on_optimizer_stepped)
+        if callable(self.scheduler):
+            scheduler = self.scheduler(optimizer)
+            config = {"scheduler": scheduler}
+            if hasattr(scheduler, "monitor"):  # LightningCLI's ReduceLROnPlateau
+                config["monitor"] = scheduler.monitor
+            return {"optimizer": optimizer, "lr_scheduler": config}
+        if self.scheduler == "constant" and not self.warmup_epochs:
+            return optimizer
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError(f"scheduler={self.scheduler!r} needs the run's length: set max_epochs or max_steps")
+        steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
+        warmup = round(self.warmup_epochs * steps_per_epoch)
+        scheduler = warmup_cosine(optimizer, int(total), warmup, cosine=self.scheduler == "cosine")
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _on_optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # The scaler does not call a skipping optimizer at all, but a fused one, which skips by itself.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not found_inf.any():
+            self.after_optimizer_step()
+
+    # --- persistence ---
+
+    def keep_hyperparameters(self) -> None:
+        """Save the constructor's plain arguments; called first in `__init__`.
+
+        Modules and callables are left out, so that checkpoints load with ``weights_only=True``: pass them to
+        ``load_from_checkpoint`` again. Under LightningCLI they are saved as their configuration.
+        """
+        frame = inspect.currentframe().f_back  # type: ignore[union-attr]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning's warning on modules, which go in the next line
+            self.save_hyperparameters(frame=frame)
+        not_plain = [name for name, value in self.hparams.items() if callable(value)]
+        for name in not_plain:
+            self.hparams.pop(name)
+        self.save_hyperparameters(ignore=not_plain, frame=frame)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the default optimizer, a lambda: what starts processes by spawning pickles the module."""
+        state = self.__dict__.copy()
+        for name in ("optimizer", "scheduler"):
+            if state.get(name) is self._default(name):
+                state.pop(name)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in ("optimizer", "scheduler"):
+            self.__dict__.setdefault(name, self._default(name))
+
+    def _default(self, name: str) -> Any:
+        parameter = inspect.signature(type(self).__init__).parameters.get(name)
+        return parameter.default if parameter else None
+
+
+def views(batch: Any) -> tuple[Tensor, Tensor]:
+    """The batch's first two views."""
+    found = getattr(batch, "views", None)
+    if found is None or len(found) < 2:
+        got = type(batch).__name__ if found is None else f"{len(found)} view"
+        raise ValueError(
+            f"a method needs a batch whose field `views` holds two views of each sample, got {got}; use "
+            "lightning_ssl.data's modules, or a loader that yields objects with `views`, `label`, `index`, `image`"
+        )
+    return found[0], found[1]

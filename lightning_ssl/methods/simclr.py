@@ -1,0 +1,178 @@
+"""SimCLR with the contrastive losses of DDN-v2: plain, extended (beta) and exact."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_ssl import functional
+from lightning_ssl.methods.base import Method, Schedule, views
+from lightning_ssl.nn import add_gradient_noise_, build_backbone, gather_rows, mix_weights_, mlp, num_features
+from lightning_ssl.nn.distributed import rank, row_counts
+
+Loss = Literal["simple", "triplet", "nce", "exact_simple", "exact_triplet", "exact_nce"]
+
+
+class SimCLR(Method):
+    """Contrast each view with its twin and with other samples' views, of all ranks.
+
+    Every view is an anchor once. With r = ½‖x − y‖² on l2-normalised outputs and all negatives, loss "nce" is the
+    NT-Xent loss. Defaults are DDN-v2's recipe for CIFAR-10.
+
+    Args:
+        backbone: A name (see `build_backbone`) or a module.
+        stem: "cifar" or "imagenet", for ResNets.
+        projector_hidden: Width of the projector.
+        projector_dim: Output dimension d.
+        projector_norm: Normalisation in the projector, see `build_norm`.
+        loss: "simple", "triplet", "nce", or with "exact_", the loss of Eq. 7 with weights from un-augmented images.
+        beta: Adds beta r+: the extended losses of Sec. 4.2.
+        tau: Temperature.
+        margin: The triplet loss's r_0.
+        negatives: "all", or the number H of negatives an anchor has, drawn each step by (seed, step).
+        normalize: l2-normalise the outputs.
+        gradient_noise: eta of Table 2's noise; 0 is none.
+        noise_on: "gradient" adds the noise at each step (the paper); "weight" mixes it into the weights once an epoch.
+        exact_weights: Distances the exact losses take their weights from: "clean" (the paper) or "augmented".
+        joint_weights: Whether exact_nce's weights share one partition function over the negatives (Eq. 80).
+        seed: Seed of negatives and noise.
+        optimizer: From parameters to an optimizer.
+        scheduler: "constant", "cosine", or from an optimizer to a scheduler.
+        warmup_epochs: Linear warmup, for "constant" and "cosine".
+    """
+
+    def __init__(
+        self,
+        backbone: str | nn.Module = "resnet18",
+        stem: Literal["cifar", "imagenet"] = "cifar",
+        projector_hidden: int = 512,
+        projector_dim: int = 128,
+        projector_norm: str = "batch",
+        loss: Loss = "nce",
+        beta: float = 0.0,
+        tau: float = 0.5,
+        margin: float = 1.0,
+        negatives: Literal["all"] | int = "all",
+        normalize: bool = True,
+        gradient_noise: float = 0.0,
+        noise_on: Literal["gradient", "weight"] = "gradient",
+        exact_weights: Literal["clean", "augmented"] = "clean",
+        joint_weights: bool = True,
+        seed: int = 0,
+        optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=0.01),
+        scheduler: Schedule | LRSchedulerCallable = "constant",
+        warmup_epochs: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.keep_hyperparameters()
+        if loss.removeprefix("exact_") not in ("simple", "triplet", "nce"):
+            raise ValueError(f"`loss` must be simple, triplet or nce, or one of these after exact_; got {loss!r}")
+        if tau <= 0 or gradient_noise < 0:
+            raise ValueError(f"`tau` must be positive and `gradient_noise` not negative, got {tau}, {gradient_noise}")
+        if negatives != "all" and (not isinstance(negatives, int) or negatives < 1):
+            raise ValueError(f'`negatives` must be "all" or a positive number, got {negatives!r}')
+        if exact_weights not in ("clean", "augmented") or noise_on not in ("gradient", "weight"):
+            raise ValueError(
+                "`exact_weights` must be clean or augmented, `noise_on` gradient or weight, got "
+                f"{exact_weights!r} and {noise_on!r}"
+            )
+        self.kind, self.exact = loss.removeprefix("exact_"), loss.startswith("exact_")
+        self.beta, self.tau, self.margin, self.negatives, self.normalize = beta, tau, margin, negatives, normalize
+        self.gradient_noise, self.noise_on, self.seed = gradient_noise, noise_on, seed
+        self.clean_weights = self.exact and exact_weights == "clean"
+        self.joint = joint_weights and self.kind == "nce"
+        self.backbone = build_backbone(backbone, stem)
+        self.projector = mlp([num_features(self.backbone), projector_hidden, projector_dim], projector_norm)
+        self.use_optimizer(optimizer, scheduler, warmup_epochs)
+
+    def losses(self, batch: Any) -> dict[str, Tensor]:
+        x1, x2 = views(batch)
+        z1, z2 = self._embed(x1), self._embed(x2)
+        clean = self._embed_clean(batch) if self.clean_weights else None
+        with torch.autocast(z1.device.type, enabled=False):
+            return {"loss": self._contrast(z1, z2, clean)}
+
+    def _contrast(self, z1: Tensor, z2: Tensor, clean: Tensor | None) -> Tensor:
+        n, counts = len(z1), row_counts(len(z1), z1.device)
+        others = torch.cat([gather_rows(z1, counts), gather_rows(z2, counts)])  # 2N x d, all ranks
+        choice = self._choose_negatives(n, sum(counts[: rank()]), sum(counts)).to(z1.device)  # 2n x H
+        r_pos = functional.squared_distance(z1, z2).repeat(2)  # 2n
+        r_neg = _distances(torch.cat([z1, z2]), others).gather(1, choice)  # 2n x H
+        if not self.exact:
+            loss = {
+                "simple": lambda: functional.simple_contrastive_loss(r_pos, r_neg),
+                "triplet": lambda: functional.soft_triplet_loss(r_pos, r_neg, self.margin, self.tau),
+                "nce": lambda: functional.info_nce_loss(r_pos, r_neg, self.tau),
+            }[self.kind]()
+        else:
+            r_clean = r_neg if clean is None else _distances(clean, gather_rows(clean, counts)).repeat(2, 2)
+            r_clean = r_clean if clean is None else r_clean.gather(1, choice)
+            loss = functional.exact_contrastive_loss(
+                r_pos, r_neg, r_clean, self.kind, self.tau, self.margin, self.joint
+            )
+        return loss + self.beta * r_pos.mean()
+
+    def _choose_negatives(self, rows: int, start: int, total: int) -> Tensor:
+        """Columns of the negatives of this rank's 2n anchors among the 2N views, [2n, H]; the same on any ranks."""
+        available = 2 * (total - 1)
+        if available < 1 or (self.negatives != "all" and self.negatives > available and self.training):
+            raise ValueError(
+                f"`negatives`={self.negatives!r}, but a batch of {total} samples (over all ranks) leaves an anchor "
+                f"{available} negatives; raise the batch size or lower `negatives`"
+            )
+        own = torch.arange(start, start + rows).repeat(2)[:, None]  # the samples of this rank's anchors
+        if self.negatives == "all":
+            rank_of_column = torch.arange(available).expand(2 * rows, -1)
+        else:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.global_step)
+            keys = torch.rand(2 * total, available, generator=generator)
+            anchors = torch.cat([own[:rows, 0], total + own[:rows, 0]])
+            rank_of_column = keys[anchors].topk(min(self.negatives, available), dim=1).indices
+        # Numbers among the 2(N - 1) allowed columns become columns: step over the two views of the own sample.
+        columns = rank_of_column + (rank_of_column >= own).long()
+        return columns + (columns >= total + own).long()
+
+    def _embed(self, x: Tensor) -> Tensor:
+        z = self.project(x)
+        return F.normalize(z, dim=1) if self.normalize else z
+
+    @torch.no_grad()
+    def _embed_clean(self, batch: Any) -> Tensor:
+        if batch.image is None:
+            raise ValueError(
+                "the exact losses take their weights from clean images, and the batch has none (`image` is None): set "
+                'clean_image=True in the DataModule, or exact_weights="augmented" here'
+            )
+        return self._embed(batch.image)
+
+    def setup(self, stage: str) -> None:
+        """Refuse before the first step what the DataModule cannot serve."""
+        data = getattr(self.trainer, "datamodule", None)
+        if stage != "fit" or data is None:
+            return
+        if self.clean_weights and getattr(data, "clean_image", True) is False:
+            raise ValueError(
+                "the exact losses need clean images: set clean_image=True in the DataModule, or exact_weights="
+                '"augmented" here'
+            )
+        batch_size = getattr(data, "batch_size", None)
+        if isinstance(batch_size, int) and self.negatives != "all":
+            self._choose_negatives(0, 0, batch_size * self.trainer.world_size)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.gradient_noise and self.noise_on == "gradient":
+            add_gradient_noise_(self.parameters(), self.gradient_noise, self.seed * 1_000_003 + self.global_step)
+
+    def on_train_epoch_start(self) -> None:
+        if self.gradient_noise and self.noise_on == "weight":
+            mix_weights_(self.parameters(), self.gradient_noise, self.seed * 1_000_003 + self.current_epoch)
+
+
+def _distances(x: Tensor, y: Tensor) -> Tensor:
+    """½‖x_i − y_j‖² of all pairs, [n, N], without building [n, N, d]."""
+    norms = 0.5 * (x.square().sum(1)[:, None] + y.square().sum(1))
+    return (norms - x @ y.T).clamp_min(0)

@@ -1,0 +1,82 @@
+"""SimSiam, and the linear form in which the bound's paper studies it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_ssl import functional
+from lightning_ssl.methods.base import Method, Schedule, views
+from lightning_ssl.nn import build_backbone, build_predictor, mlp, num_features
+
+
+class SimSiam(Method):
+    """Predict one view's projection, held fixed, from the other's: no negatives and no second network.
+
+    The loss is −½ cos(p₁, sg z₂) − ½ cos(p₂, sg z₁) (Bound Eq. 3). Defaults are SimSiam's recipe for CIFAR-10 at batch
+    512: cosine learning rate for the encoder, a constant one for the predictor.
+
+    Args:
+        backbone: A name (see `build_backbone`) or a module.
+        stem: "cifar" or "imagenet", for ResNets.
+        projector: "mlp" (two layers with batch norm after each), or "linear", Bound's simplification.
+        projector_hidden: Width of an MLP projector.
+        dim: Output dimension d (Bound: 4 to 2048).
+        predictor: "mlp" (a bottleneck), "linear", or "none".
+        predictor_hidden: Width of the bottleneck; None is a quarter of `dim`.
+        predictor_bias: Whether the predictor's last layer has a bias.
+        fixed_predictor_lr: Keep the predictor's learning rate out of the schedule.
+        stop_gradient: False lets the gradient into both sides.
+        optimizer: From parameter groups to an optimizer.
+        scheduler: "constant", "cosine", or from an optimizer to a scheduler.
+        warmup_epochs: Linear warmup, for "constant" and "cosine".
+    """
+
+    def __init__(
+        self,
+        backbone: str | nn.Module = "resnet18",
+        stem: Literal["cifar", "imagenet"] = "cifar",
+        projector: Literal["mlp", "linear"] = "mlp",
+        projector_hidden: int = 2048,
+        dim: int = 2048,
+        predictor: Literal["mlp", "linear", "none"] = "mlp",
+        predictor_hidden: int | None = None,
+        predictor_bias: bool = True,
+        fixed_predictor_lr: bool = True,
+        stop_gradient: bool = True,
+        optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.06, momentum=0.9, weight_decay=5e-4),
+        scheduler: Schedule | LRSchedulerCallable = "cosine",
+        warmup_epochs: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.keep_hyperparameters()
+        if dim < 2:
+            raise ValueError(f"`dim` must be at least 2, got {dim}")
+        self.fixed_predictor_lr, self.stop_gradient = fixed_predictor_lr, stop_gradient
+        self.backbone = build_backbone(backbone, stem)
+        features = num_features(self.backbone)
+        if projector == "mlp":
+            self.projector: nn.Module = mlp([features, projector_hidden, dim], last_norm="batch")
+        elif projector == "linear":
+            self.projector = nn.Linear(features, dim)
+        else:
+            raise ValueError(f'`projector` must be "mlp" or "linear", got {projector!r}')
+        self.predictor = build_predictor(predictor, dim, predictor_hidden or max(dim // 4, 1), bias=predictor_bias)
+        self.use_optimizer(optimizer, scheduler, warmup_epochs)
+
+    def losses(self, batch: Any) -> dict[str, Tensor]:
+        x1, x2 = views(batch)
+        z1, z2 = self.project(x1), self.project(x2)
+        p1, p2 = self.predictor(z1).to(z1.dtype), self.predictor(z2).to(z2.dtype)
+        if self.stop_gradient:
+            z1, z2 = z1.detach(), z2.detach()
+        # ‖p̂ − ẑ‖² = 2 − 2 cos, so this is −½ (cos + cos).
+        return {"loss": (functional.cross_model_loss(p1, z2) + functional.cross_model_loss(p2, z1)) / 4 - 1}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        encoder = {"params": [*self.backbone.parameters(), *self.projector.parameters()]}
+        predictor = {"params": list(self.predictor.parameters()), "fixed_lr": self.fixed_predictor_lr}
+        return [encoder, predictor] if predictor["params"] else [encoder]
