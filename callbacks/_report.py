@@ -1,0 +1,127 @@
+"""Scalars, pictures and files: to whichever logger takes them, and never at the cost of the run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from matplotlib.figure import Figure
+from torch import Tensor
+
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_once(who: str, message: str) -> None:
+    """Warn on rank 0, once for each message of one callback."""
+    if (who, message) not in _warned:
+        _warned.add((who, message))
+        rank_zero_warn(f"{who}: {message}")
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The loggers' x-axis: batches that ended in an optimizer step, whatever the number of optimizers."""
+    return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
+
+
+def log_now(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
+    """Write training values at the step they belong to.
+
+    Not `pl_module.log`: it would write them at the trainer's next logging step, and again at those after.
+    """
+    trainer.logged_metrics.update({key: _scalar(value) for key, value in values.items()})
+    row = {**values, "epoch": trainer.current_epoch}
+    for logger in trainer.loggers:
+        _guarded(logger, "log_metrics", lambda logger=logger: logger.log_metrics(row, step=step))
+
+
+def log_for_callbacks(pl_module: LightningModule, values: Mapping[str, float]) -> None:
+    """Make training values known to EarlyStopping, ModelCheckpoint and the like."""
+    for key, value in values.items():
+        pl_module.log(key, value, on_step=True, on_epoch=False, logger=False, batch_size=1)
+
+
+def log_epoch(pl_module: LightningModule, values: Mapping[str, float]) -> None:
+    """Log values that are the same on all ranks at the end of an epoch or an evaluation."""
+    for key, value in values.items():
+        # The value is global already; Lightning's advice to average it over ranks does not apply.
+        warnings.filterwarnings("ignore", message=rf"It is recommended to use `self\.log\('{key}'")
+        pl_module.log(key, value, on_step=False, on_epoch=True, batch_size=1)
+
+
+def run_dir(trainer: Trainer) -> Path | None:
+    """Collective: the folder of this run's files; None where nothing should be written (`fast_dev_run`)."""
+    if trainer.fast_dev_run:
+        return None
+    first = trainer.loggers[0] if trainer.loggers else None
+    if first is None or isinstance(first, (CSVLogger, TensorBoardLogger)):
+        return Path(trainer.log_dir or trainer.default_root_dir)
+    # `trainer.log_dir` of other loggers is shared by all runs: keep them apart as ModelCheckpoint does.
+    folder = os.path.join(str(first.save_dir or trainer.default_root_dir), str(first.name), str(first.version))
+    return Path(trainer.strategy.broadcast(folder))
+
+
+def log_figure(trainer: Trainer, folder: Path | None, key: str, draw: Callable[[], Figure], step: int) -> None:
+    """On rank 0: draw, write ``<folder>/pictures/<key>/step_<step>.png``, hand to the loggers that take figures."""
+    if not trainer.is_global_zero or (folder is None and not trainer.loggers):
+        return
+    try:
+        figure = draw()
+    except Exception as error:
+        warn_once(key, f"the picture could not be drawn: {error}")
+        return
+    if folder is not None:
+        write_file(folder / "pictures" / key / f"step_{step:08d}.png", lambda f: figure.savefig(f, format="png"))
+    for logger in trainer.loggers:
+        if hasattr(type(logger), "log_image"):  # W&B
+            _guarded(logger, "log_image", lambda logger=logger: _log_image(logger, key, figure, step))
+        elif isinstance(logger, TensorBoardLogger):
+            _guarded(logger, "add_figure", lambda logger=logger: logger.experiment.add_figure(key, figure, step))
+
+
+def _log_image(logger: Any, key: str, figure: Figure, step: int) -> None:
+    from io import BytesIO
+
+    from PIL import Image
+
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png")
+    with Image.open(buffer) as image:
+        logger.log_image(key, [image.convert("RGB")], step=step)
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file so that a reader, or a killed run, never sees half of it; a full disk is a warning."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are private
+        os.replace(temporary, path)
+    except Exception as error:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+        warn_once(path.parent.name, f"could not write {path.name}: {error}")
+
+
+def _guarded(logger: Any, what: str, call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except Exception as error:
+        warn_once(type(logger).__name__, f"{what} failed, training goes on: {error}")
+
+
+def _scalar(value: float) -> Tensor:
+    import torch
+
+    return torch.tensor(float(value))
