@@ -1,0 +1,118 @@
+"""What the DataModules of the synthetic models share: whole epochs drawn at once, the same at any number of ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_ssl.data.batch import ProbeBatch, ViewBatch
+from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler, as_rows
+
+PROBE_TRAIN, PROBE_TEST = -1, -2
+
+
+class EpochDraws(NamedTuple):
+    """All views of an epoch, each ``[n, features]``, and the labels ``[n]``."""
+
+    views: tuple[Tensor, ...]
+    label: Tensor
+
+
+class SyntheticDataModule(L.LightningDataModule):
+    """Fresh draws each epoch: a function of (seed, epoch, index), whatever the number of ranks and workers.
+
+    A subclass defines ``draw(n, num_views, generator)``, which makes a whole epoch at once.
+
+    Args:
+        draws: Samples an epoch, over all ranks.
+        batch_size: Samples a step and process.
+        num_views: Views of each sample.
+        probe_draws: Labelled samples of each probe split.
+        seed: Seed of all draws.
+    """
+
+    def __init__(self, draws: int, batch_size: int, num_views: int, probe_draws: int, seed: int) -> None:
+        super().__init__()
+        for name, value in (
+            ("draws", draws),
+            ("batch_size", batch_size),
+            ("num_views", num_views),
+            ("probe_draws", probe_draws),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        if batch_size > draws:
+            raise ValueError(f"batch_size={batch_size} is larger than draws={draws}: lower it, or draw more an epoch.")
+        self.draws, self.batch_size, self.num_views = draws, batch_size, num_views
+        self.probe_draws, self.seed = probe_draws, seed
+
+    def draw(self, n: int, num_views: int, generator: torch.Generator) -> EpochDraws:
+        """Draw ``n`` samples with ``num_views`` views each."""
+        raise NotImplementedError
+
+    def epoch_draws(self, epoch: int) -> EpochDraws:
+        """All draws of an epoch (from 0), or of a probe split."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+        return self.draw(self.draws, self.num_views, generator) if epoch >= 0 else self.draw(self.probe_draws, 1, generator)
+
+    def train_dataloader(self) -> ShardLoader:
+        return self._loader(_Views(self), even=True)
+
+    def val_dataloader(self) -> ShardLoader:
+        return self._loader(_Views(self, PROBE_TEST, self.num_views), even=True)
+
+    def probe_dataloaders(self) -> tuple[ShardLoader, ShardLoader]:
+        """Labelled train and test draws as `ProbeBatch`, each rank its own shard, every sample exactly once."""
+        return self._loader(_Probe(self, PROBE_TRAIN)), self._loader(_Probe(self, PROBE_TEST))
+
+    def _loader(self, dataset: EpochDataset, even: bool = False) -> ShardLoader:
+        rank, world_size = 0, 1
+        if self.trainer is not None and (kwargs := self.trainer.distributed_sampler_kwargs) is not None:
+            rank, world_size = kwargs["rank"], kwargs["num_replicas"]
+        elif torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        sampler = ShardSampler(dataset, rank, world_size, even=even)
+        # Every draw is new already, so the order needs no shuffling; but it must know the epoch.
+        sampler.reshuffle = True
+        return ShardLoader(dataset, sampler=sampler, batch_size=self.batch_size, drop_last=even)
+
+
+class _Views(EpochDataset):
+    """Batches of an epoch's views; the last epoch is kept."""
+
+    def __init__(self, module: SyntheticDataModule, split: int | None = None, num_views: int = 2) -> None:
+        super().__init__()
+        self.module, self.split, self.num_views = module, split, num_views
+        self._held: tuple[int, EpochDraws] | None = None
+
+    def __len__(self) -> int:
+        return self.module.draws if self.split is None else self.module.probe_draws
+
+    def __getitems__(self, rows: list[int]) -> ViewBatch:
+        epoch = self.epoch if self.split is None else self.split
+        if self._held is None or self._held[0] != epoch:
+            if self.split is None:
+                self._held = epoch, self.module.epoch_draws(epoch)
+            else:
+                generator = torch.Generator().manual_seed((self.module.seed * 1_000_003 + epoch) % 2**63)
+                self._held = epoch, self.module.draw(self.module.probe_draws, self.num_views, generator)
+        draws, index = self._held[1], as_rows(rows)
+        return ViewBatch(tuple(v[index] for v in draws.views), draws.label[index], index)
+
+
+class _Probe(EpochDataset):
+    """Labelled single draws."""
+
+    def __init__(self, module: SyntheticDataModule, split: int) -> None:
+        super().__init__()
+        self.held = module.epoch_draws(split)
+
+    def __len__(self) -> int:
+        return len(self.held.label)
+
+    def __getitems__(self, rows: list[int]) -> ProbeBatch:
+        index = as_rows(rows)
+        return ProbeBatch(self.held.views[0][index], self.held.label[index], index)

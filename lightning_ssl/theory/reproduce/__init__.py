@@ -1,0 +1,82 @@
+"""`lightning-ssl reproduce NAME`: the papers' experiments, our figures beside the published ones."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_ssl.theory.reproduce.report import Run
+
+__all__ = ["EXPERIMENTS", "main", "reproduce"]
+
+
+class Experiment(NamedTuple):
+    """Where an experiment is, what it is, and its minutes on 2 cores: default and published size."""
+
+    where: str  # module:function, imported when asked for
+    what: str
+    minutes: tuple[float, float]
+
+
+EXPERIMENTS = {
+    "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (7, 7)),
+    "covop-growth": Experiment("trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (10, 60)),
+}
+
+
+def reproduce(name: str, full: bool = False, out: str | Path = "reproduction", seed: int = 0, **options: Any) -> str:
+    """Run an experiment; returns its report in Markdown, also written to ``out`` with a PNG.
+
+    Interrupted, it continues from the stages kept in ``out``.
+
+    Args:
+        name: One of :data:`EXPERIMENTS`.
+        full: The published size rather than the default one.
+        out: Folder in which the experiment makes its own.
+        seed: Seed of everything random.
+        options: Further options of the experiment.
+    """
+    if name not in EXPERIMENTS:
+        close = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown experiment {name!r}.{hint} Known: {', '.join(EXPERIMENTS)}.")
+    module, function = EXPERIMENTS[name].where.split(":")
+    experiment = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    run = Run(name, Path(out), full, seed, **options)
+    return run.finish(experiment(run))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line: ``NAME [--full] [--out DIR] [--seed N] [--run LOGDIR]``, or ``--list``."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-ssl reproduce", description="Run an experiment of the papers beside its published figures."
+    )
+    parser.add_argument("name", nargs="?", help="the experiment; --list shows them")
+    parser.add_argument("--list", action="store_true", help="list the experiments and their duration")
+    parser.add_argument("--full", action="store_true", help="the published size rather than the default one")
+    parser.add_argument("--out", default="reproduction", help="folder for results; an interrupted run resumes there")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--run", metavar="LOGDIR", help="log folder of a run, for `overlay`")
+    parser.add_argument("--epochs", type=int, help="fewer epochs than published, for `table6`")
+    args = parser.parse_args(argv)
+    if args.list:
+        width = max(map(len, EXPERIMENTS))
+        for name, experiment in EXPERIMENTS.items():
+            default, full = (f"{m:g} min" for m in experiment.minutes)
+            print(f"{name:{width}}  {experiment.what} (about {default}; --full {full})")
+        return 0
+    if args.name is None:
+        parser.error("give the NAME of an experiment, or --list")
+    if args.name in EXPERIMENTS:
+        minutes = EXPERIMENTS[args.name].minutes[args.full]
+        print(f"{args.name}: about {minutes:g} min on 2 cores; results in {args.out}", flush=True)
+    options = {key: value for key in ("run", "epochs") if (value := getattr(args, key)) is not None}
+    try:
+        print(reproduce(args.name, args.full, args.out, args.seed, **options))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
