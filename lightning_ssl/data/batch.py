@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_ssl.data.augment import Plan
+
 
 class ViewBatch(NamedTuple):
     """The batch a method trains on.
@@ -32,22 +34,22 @@ class ProbeBatch(NamedTuple):
 
 
 class RawBatch(NamedTuple):
-    """What crosses to the device: bytes, and the epoch, from which the views are made there.
+    """What crosses to the device, where the views are made from it: bytes, and what to do with them.
 
     Attributes:
-        image: Bytes, [B, C, H, W], or None where only the crops are needed.
+        image: Bytes, [B, C, H, W]; None where workers have cropped and nobody asked for the clean image.
         label: Classes, [B].
         index: Positions in the dataset, [B].
-        epoch: The epoch whose randomness the views take.
-        split: Which part of the data this is; equal indices of different splits get different views.
-        crops: One crop a view, [V, B, 3, S, S], when the workers have cropped already.
-        augment: False makes the clean image the only view.
+        plans: The augmentation of each view.
+        crops: Bytes of each view, [V, B, 3, S, S], when the workers have cropped.
+        nuisance: Uniforms behind the nuisance of each resampled view and, last, of the clean image, [V + 1, B, 10].
+        num_views: Views to make; 0 makes the clean image the only view.
     """
 
     image: Tensor | None
     label: Tensor
     index: Tensor
-    epoch: int
-    split: int
+    plans: tuple[Plan, ...] = ()
     crops: Tensor | None = None
-    augment: bool = True
+    nuisance: Tensor | None = None
+    num_views: int = 0

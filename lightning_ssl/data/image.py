@@ -2,134 +2,222 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
-from torch import Tensor
 
-from lightning_ssl.data import digits
-from lightning_ssl.data.batch import ProbeBatch, RawBatch, ViewBatch
+from lightning_ssl.data import sources
+from lightning_ssl.data.augment import PRESETS, Augmentation, preset
+from lightning_ssl.data.batch import RawBatch
 from lightning_ssl.data.digits import Nuisance
-from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler, as_rows
-from lightning_ssl.data.rng import CLEAN, uniforms
+from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler
+from lightning_ssl.data.pipeline import Pipeline, ProbeImages, RawImages
+from lightning_ssl.data.sources import FACTS, Source, Split
 
-TRAIN, TEST = 0, 1
+TRAIN, TEST, PROBE_TRAIN = 0, 1, 2  # keys of the splits' randomness
 
 
 class ImageDataModule(L.LightningDataModule):
-    """Images in, views out.
+    """Images in, augmented views out.
+
+    Training and validation batches are `ViewBatch`es: bytes cross to the device and the views are made there, all
+    images at once. Validation serves the test split, its views fixed for the whole run, in full batches (what does not
+    fill one is left out). Test and predict batches are `ViewBatch`es whose only view is the clean image.
+
+    Everything random is a function of (`seed`, epoch, sample index, view): a run on W ranks with `batch_size` G / W
+    sees the same batches of G samples and the same views, bit for bit, as one process with `batch_size` G, with any
+    number of workers, and also after a resume, in mid-epoch too.
 
     Args:
-        dataset: "digits".
-        batch_size: Samples per process and step; a run on W ranks with `batch_size` G/W sees the same batches of G
-            samples, and the same views, as one process with `batch_size` G.
+        dataset: "digits" (embedded in scikit-learn, needs no files), "cifar10", "cifar100", "stl10" (pretrains on train
+            and unlabeled, probes on train and test), "fashion_mnist", "imagenet", or "image_folder"
+            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``).
+        root: Folder of the dataset.
+        download: Let torchvision download what is missing.
+        batch_size: Samples per process and step.
         probe_batch_size: Samples per process and step of the probe, test and predict loaders.
-        num_workers: Worker processes of each loader.
-        views: "resample" draws a new nuisance for each view (digits only).
+        num_workers: Worker processes per loader; sets kept in memory need none.
+        views: How views are made: "resample" draws a new nuisance for each (digits only), "augment" augments the image,
+            "auto" resamples where that is possible.
         num_views: Views per sample.
-        nuisance: Draw the digits with a nuisance (True, or its range), or plain (False).
-        clean_image: Make `ViewBatch.image` as well.
-        image_size: Side of the images.
+        augmentation: A preset ("simclr", "byol", "simsiam", "barlow_twins", "stl10", "cifar10", "none"), one recipe for
+            all views, or a list with one (recipe or single-view preset) for each, used in turn if shorter. By default
+            the usual one of the dataset.
+        nuisance: Draw the digits with a nuisance (True, or its range), or plainly (False).
+        clean_image: Make `ViewBatch.image`, too.
+        image_size: Side of the images; by default the dataset's own (28 x 28 Fashion-MNIST is enlarged to 32).
+        mean: Channel means to normalise by; by default the dataset's.
+        std: Channel standard deviations, likewise.
+        in_memory: For "image_folder" and "imagenet": decode every file once, resized to `image_size`, and keep one
+            tensor. For small images.
+        on_corrupt: What to do about a file that cannot be decoded: "error" names it; "skip" warns, leaves it out of
+            clean batches and puts the next file in its place in training.
         seed: Seed of the order and of the views.
     """
 
     def __init__(
         self,
-        dataset: Literal["digits"] = "digits",
+        dataset: Literal[
+            "digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder"
+        ] = "digits",
+        root: str = "data",
+        download: bool = False,
         batch_size: int = 128,
         probe_batch_size: int = 512,
         num_workers: int = 0,
-        views: Literal["resample"] = "resample",
+        views: Literal["auto", "resample", "augment"] = "auto",
         num_views: int = 2,
+        augmentation: str | Augmentation | list[str | Augmentation] | None = None,
         nuisance: bool | Nuisance = True,
         clean_image: bool = False,
-        image_size: int = 32,
+        image_size: int | None = None,
+        mean: tuple[float, float, float] | None = None,
+        std: tuple[float, float, float] | None = None,
+        in_memory: bool = False,
+        on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.probe_batch_size = probe_batch_size
-        self.num_workers = num_workers
-        self.views = views
-        self.num_views = num_views
-        self.nuisance = Nuisance() if nuisance is True else nuisance or None
-        self.clean_image = clean_image
-        self.image_size = image_size
-        self.seed = seed
-        self.mean, self.std = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
-        self._splits: dict[int, tuple[Tensor, Tensor]] = {}
+        _choice("dataset", dataset, FACTS)
+        _choice("views", views, ("auto", "resample", "augment"))
+        _choice("on_corrupt", on_corrupt, ("error", "skip"))
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("probe_batch_size", probe_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("num_views", num_views, 1),
+            ("image_size", 1 if image_size is None else image_size, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, but got {value}.")
+        can_resample = dataset == "digits" and nuisance is not False
+        if views == "resample" and not can_resample:
+            raise ValueError(
+                f"views='resample' draws a new nuisance, which only dataset='digits' with a nuisance has, but got "
+                f"dataset={dataset!r}, nuisance={nuisance!r}. Use views='augment'."
+            )
+        if augmentation is not None and can_resample and views != "augment":
+            raise ValueError(
+                f"augmentation={augmentation!r} has no effect where views resample the nuisance: set views='augment'."
+            )
+
+        facts = FACTS[dataset]
+        self.dataset, self.root, self.download = dataset, root, download
+        self.batch_size, self.probe_batch_size, self.num_workers = batch_size, probe_batch_size, num_workers
+        self.in_memory, self.on_corrupt, self.seed = in_memory, on_corrupt, seed
+        augment = views == "augment" or not can_resample
+        is_digits = dataset == "digits"
+        self.pipeline = Pipeline(
+            recipes=_recipes(augmentation or facts.augmentation, num_views) if augment else None,
+            num_views=num_views,
+            size=image_size or facts.image_size,
+            mean=tuple(mean or facts.mean),
+            std=tuple(std or facts.std),
+            digits=is_digits,
+            nuisance=(Nuisance() if nuisance is True else nuisance or None) if is_digits else None,
+            clean_image=clean_image,
+            seed=seed,
+        )
+        self._source: Source | None = None
+
+    @property
+    def source(self) -> Source:
+        """The dataset, loaded at first use."""
+        if self._source is None:
+            source = sources.load(self.dataset, self.root)
+            if self.in_memory and FACTS[self.dataset].files:
+                train, test = (
+                    sources.into_memory(split, self.pipeline.size, self.on_corrupt)
+                    for split in (source.train, source.test)
+                )
+                source = Source(train, train, test, source.classes)
+            self._source = source
+        return self._source
 
     @property
     def num_classes(self) -> int:
-        return 10
+        """Number of classes of the probe splits."""
+        return len(self.source.classes)
+
+    def prepare_data(self) -> None:
+        if self.download and FACTS[self.dataset].downloads:
+            sources.load(self.dataset, self.root, download=True)
 
     def setup(self, stage: str | None = None) -> None:
-        if not self._splits:
-            self._splits = {TRAIN: digits.load(train=True), TEST: digits.load(train=False)}
+        _ = self.source  # bad roots fail here, before training starts
 
     def train_dataloader(self) -> ShardLoader:
-        return self._view_loader(TRAIN, shuffle=True)
+        _, world_size = self._shard()
+        split = self.source.train
+        if self.batch_size * world_size > len(split):
+            raise ValueError(
+                f"batch_size={self.batch_size} on {world_size} process(es) is more than the {len(split)} training "
+                f"samples of dataset={self.dataset!r}: no batch could be filled. Set batch_size to at most "
+                f"{len(split) // world_size}."
+            )
+        return self._view_loader(split, TRAIN, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> ShardLoader:
-        return self._view_loader(TEST, shuffle="once")
+        _, world_size = self._shard()
+        split = self.source.test
+        batch_size = max(1, min(self.batch_size, len(split) // world_size))
+        return self._view_loader(split, TEST, batch_size, shuffle="once")
 
     def test_dataloader(self) -> ShardLoader:
-        return self._clean_loader(TEST)
+        return self._clean_loader(RawImages(self.source.test, self.pipeline, TEST, False, self.on_corrupt))
 
     def predict_dataloader(self) -> ShardLoader:
-        return self._clean_loader(TEST)
+        return self.test_dataloader()
 
     def probe_dataloaders(self) -> tuple[ShardLoader, ShardLoader]:
-        """Clean train and test splits as `ProbeBatch`, each rank its own shard, every sample exactly once."""
-        self.setup()
-        return self._probe_loader(TRAIN), self._probe_loader(TEST)
+        """Clean train and test splits as `ProbeBatch`es on the CPU; each rank gets its own shard, without padding.
+
+        Works without a Trainer, too; the rank is then that of `torch.distributed`, if it is initialised.
+        """
+        if self.trainer is None:
+            self.prepare_data()
+        source, loaders = self.source, []
+        # Digits of the train split are drawn as for the clean image of training.
+        train_key = TRAIN if source.probe_train is source.train else PROBE_TRAIN
+        for split, key, name in ((source.probe_train, train_key, "train"), (source.test, TEST, "test")):
+            present = split.labels.unique()
+            if len(present) < 2:
+                raise ValueError(
+                    f"The {name} split of dataset={self.dataset!r} in root={self.root!r} has one class only "
+                    f"({source.classes[int(present[0])]!r}): a probe needs at least two."
+                )
+            loaders.append(
+                self._clean_loader(ProbeImages(RawImages(split, self.pipeline, key, False, self.on_corrupt)))
+            )
+        return loaders[0], loaders[1]
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if not isinstance(batch, RawBatch):
-            return batch
-        clean = self._clean(batch) if self.clean_image or not batch.augment else None
-        if not batch.augment:
-            assert clean is not None
-            return ViewBatch((clean,), batch.label, batch.index, clean)
-        views = tuple(self._view(batch, view) for view in range(self.num_views))
-        return ViewBatch(views, batch.label, batch.index, clean)
+        with torch.no_grad():
+            return self.pipeline.make_batch(batch) if isinstance(batch, RawBatch) else batch
 
-    def _view(self, batch: RawBatch, view: int) -> Tensor:
-        u = uniforms(batch.index, digits.NUM_UNIFORMS, self.seed, batch.split, batch.epoch, view)
-        return self._normalize(digits.render(batch.image, self.image_size, self.nuisance, u))
+    def _view_loader(self, split: Split, key: int, batch_size: int, shuffle: bool | str) -> ShardLoader:
+        dataset = RawImages(split, self.pipeline, key, True, self.on_corrupt)
+        sampler = ShardSampler(dataset, *self._shard(), shuffle=shuffle, even=True, seed=self.seed)
+        return self._loader(dataset, sampler, batch_size, drop_last=True)
 
-    def _clean(self, batch: RawBatch) -> Tensor:
-        u = uniforms(batch.index, digits.NUM_UNIFORMS, self.seed, batch.split, CLEAN, CLEAN)
-        return self._normalize(digits.render(batch.image, self.image_size, self.nuisance, u))
+    def _clean_loader(self, dataset: EpochDataset) -> ShardLoader:
+        return self._loader(dataset, ShardSampler(dataset, *self._shard()), self.probe_batch_size)
 
-    def _normalize(self, image: Tensor) -> Tensor:
-        mean, std = (torch.tensor(x, device=image.device)[:, None, None] for x in (self.mean, self.std))
-        return (image - mean) / std
-
-    def _view_loader(self, split: int, shuffle: bool | str) -> ShardLoader:
-        rank, world_size = self._shard()
-        images, labels = self._splits[split]
-        dataset = _RawImages(images, labels, split)
-        sampler = ShardSampler(dataset, rank, world_size, shuffle=shuffle, even=True, seed=self.seed)
-        batch_size = self.batch_size if split == TRAIN else min(self.batch_size, len(sampler))
+    def _loader(
+        self, dataset: EpochDataset, sampler: ShardSampler, batch_size: int, drop_last: bool = False
+    ) -> ShardLoader:
         return ShardLoader(
-            dataset, sampler=sampler, batch_size=batch_size, drop_last=True, num_workers=self.num_workers
+            dataset,
+            sampler=sampler,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            num_workers=self.num_workers,
+            persistent_workers=drop_last and self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
         )
-
-    def _clean_loader(self, split: int) -> ShardLoader:
-        rank, world_size = self._shard()
-        images, labels = self._splits[split]
-        dataset = _RawImages(images, labels, split, augment=False)
-        sampler = ShardSampler(dataset, rank, world_size)
-        return ShardLoader(dataset, sampler=sampler, batch_size=self.probe_batch_size, num_workers=self.num_workers)
-
-    def _probe_loader(self, split: int) -> ShardLoader:
-        rank, world_size = self._shard()
-        images, labels = self._splits[split]
-        dataset = _ProbeImages(_RawImages(images, labels, split, augment=False), self)
-        return ShardLoader(dataset, sampler=ShardSampler(dataset, rank, world_size), batch_size=self.probe_batch_size)
 
     def _shard(self) -> tuple[int, int]:
         """This process' rank and the number of processes, from the Trainer if there is one."""
@@ -140,31 +228,43 @@ class ImageDataModule(L.LightningDataModule):
         return 0, 1
 
 
-class _RawImages(EpochDataset):
-    """Images held in memory as one tensor of bytes."""
+def _recipes(augmentation: Any, num_views: int) -> tuple[Augmentation, ...]:
+    """One recipe for each view."""
+    if isinstance(augmentation, str):
+        recipes = list(preset(augmentation))
+    elif isinstance(augmentation, (list, tuple)):
+        recipes = []
+        for entry in augmentation:
+            recipe = preset(entry) if isinstance(entry, str) else (_recipe(entry),)
+            if len(recipe) > 1:
+                raise ValueError(
+                    f"augmentation: preset {entry!r} covers {len(recipe)} views: give it alone, not in a list."
+                )
+            recipes.append(recipe[0])
+    else:
+        recipes = [_recipe(augmentation)]
+    if not 1 <= len(recipes) <= num_views:
+        if isinstance(augmentation, str):
+            recipes = recipes[:num_views]
+        else:
+            raise ValueError(f"augmentation has {len(recipes)} recipes for num_views={num_views} views.")
+    return tuple(recipes[view % len(recipes)] for view in range(num_views))
 
-    def __init__(self, images: Tensor, labels: Tensor, split: int, augment: bool = True) -> None:
-        super().__init__()
-        self.images, self.labels, self.split, self.augment = images, labels, split, augment
 
-    def __len__(self) -> int:
-        return len(self.images)
+def _recipe(value: Any) -> Augmentation:
+    if isinstance(value, Mapping):
+        known = {field.name for field in dataclasses.fields(Augmentation)}
+        if unknown := sorted(set(value) - known):
+            raise ValueError(f"augmentation has no field {unknown}; it has {sorted(known)}.")
+        return Augmentation(**value)
+    if not isinstance(value, Augmentation):
+        raise TypeError(
+            f"augmentation must be a preset ({', '.join(PRESETS)}), an Augmentation or a list of these, "
+            f"but got {value!r}."
+        )
+    return value
 
-    def __getitems__(self, rows: list[int]) -> RawBatch:
-        index = as_rows(rows)
-        return RawBatch(self.images[index], self.labels[index], index, self.epoch, self.split, None, self.augment)
 
-
-class _ProbeImages(EpochDataset):
-    """The clean, normalised images of a `_RawImages`."""
-
-    def __init__(self, raw: _RawImages, module: ImageDataModule) -> None:
-        super().__init__()
-        self.raw, self.module = raw, module
-
-    def __len__(self) -> int:
-        return len(self.raw)
-
-    def __getitems__(self, rows: list[int]) -> ProbeBatch:
-        batch = self.raw.__getitems__(rows)
-        return ProbeBatch(self.module._clean(batch), batch.label, batch.index)
+def _choice(name: str, value: Any, known: Any) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(known)}.")

@@ -1,0 +1,244 @@
+"""Recipes of augmentation, their random parameters, and their application to a batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ssl.data import transforms
+
+_TRIES = 10  # for a crop that fits, as in torchvision; then the largest central one
+NUM_UNIFORMS = 2 * _TRIES + 2 + 1 + 9 + 4
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """One view's recipe; the steps happen in the order of the fields. The default is SimCLR's, without blur.
+
+    Attributes:
+        crop: Draw a random box and resize it to the image's size.
+        crop_scale: Range of the box's area, as a fraction of the image's.
+        crop_ratio: Range of the box's width over height.
+        flip: Probability of mirroring left to right.
+        jitter: Probability of changing the colours, in an order drawn for each image.
+        brightness: Factor drawn from [max(0, 1 - b), 1 + b].
+        contrast: Likewise.
+        saturation: Likewise.
+        hue: Turn of the colour circle drawn from [-h, h], h at most 0.5.
+        grayscale: Probability of removing the colours.
+        blur: Probability of a Gaussian blur.
+        blur_sigma: Range of its standard deviation in pixels.
+        blur_kernel: Side of its kernel as a fraction of the image's (made odd, at least 3).
+        solarize: Probability of inverting the bright pixels.
+        solarize_threshold: From where on a pixel is bright, in [0, 1].
+    """
+
+    crop: bool = True
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+    jitter: float = 0.8
+    brightness: float = 0.8
+    contrast: float = 0.8
+    saturation: float = 0.8
+    hue: float = 0.2
+    grayscale: float = 0.2
+    blur: float = 0.0
+    blur_sigma: tuple[float, float] = (0.1, 2.0)
+    blur_kernel: float = 0.1
+    solarize: float = 0.0
+    solarize_threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("flip", "jitter", "grayscale", "blur", "solarize", "solarize_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], but got {getattr(self, name)}.")
+        for name in ("brightness", "contrast", "saturation"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, but got {getattr(self, name)}.")
+        if not 0 <= self.hue <= 0.5:
+            raise ValueError(f"hue must lie in [0, 0.5], but got {self.hue}.")
+        for name in ("crop_scale", "crop_ratio", "blur_sigma"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must be two positive numbers, the smaller first, but got {(low, high)}.")
+        if self.crop_scale[1] > 1:
+            raise ValueError(f"crop_scale must not exceed 1, the whole image, but got {self.crop_scale}.")
+
+    def kernel_size(self, size: int) -> int:
+        """Side of the blur's kernel, in pixels, for images of this size."""
+        return max(3, int(self.blur_kernel * size) | 1)
+
+
+_SIMCLR = Augmentation(blur=0.5)
+_MILD = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
+_BYOL = (Augmentation(**_MILD, blur=1.0), Augmentation(**_MILD, blur=0.1, solarize=0.2))
+PRESETS: dict[str, tuple[Augmentation, ...]] = {
+    # As in each method's paper, for ImageNet.
+    "simclr": (_SIMCLR,),
+    "byol": _BYOL,
+    "barlow_twins": _BYOL,
+    "simsiam": (Augmentation(crop_scale=(0.2, 1.0), brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1, blur=0.5),),
+    # As in the experiments of the DirectPred and dual-network papers.
+    "stl10": (_SIMCLR,),
+    "cifar10": (Augmentation(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),),
+    "none": (Augmentation(crop=False, flip=0.0, jitter=0.0, grayscale=0.0),),
+}
+
+
+def preset(name: str) -> tuple[Augmentation, ...]:
+    """The recipes of a preset, one for each view; fewer than there are views are used in turn."""
+    if name not in PRESETS:
+        raise ValueError(f"augmentation={name!r} is not a preset: choose one of {', '.join(sorted(PRESETS))}.")
+    return PRESETS[name]
+
+
+class Plan(NamedTuple):
+    """What to do to a batch for one view: drawn on the CPU, carried out on the device without a synchronisation.
+
+    Images are treated in the order `rows`, grouped by when their hue is turned, so that each group is a slice.
+
+    Attributes:
+        rows: Which image comes where, [B].
+        box: top, left, height, width and flip, [5, B]; None if the images are cropped and mirrored already.
+        steps: Factors of the three steps of colour jitter other than hue (see `transforms.blend_`), [3, 3, B].
+        hue: Turn of the hue, [B].
+        hue_ends: Ends of the groups whose hue turns before step 0, 1, 2 and after step 2; the rest keep their colours.
+        grayscale: Positions, in treated order, of the images to turn grey; `blur` and `solarize` likewise.
+        sigma: Standard deviations of the blurred ones.
+    """
+
+    rows: Tensor
+    box: Tensor | None
+    steps: Tensor
+    hue: Tensor
+    hue_ends: tuple[int, int, int, int]
+    grayscale: Tensor
+    blur: Tensor
+    sigma: Tensor
+    solarize: Tensor
+
+
+def draw_boxes(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) -> Tensor:
+    """Random boxes, distributed as torchvision's `RandomResizedCrop`.
+
+    Args:
+        recipe: Ranges of area and aspect ratio.
+        u: Uniforms, [B, 22].
+        height: Heights of the images, [B]; `width` likewise.
+
+    Returns:
+        top, left, height, width as whole numbers, [4, B], float64.
+    """
+    height, width, u = height.double(), width.double(), u.double()
+    if not recipe.crop:
+        zero = torch.zeros_like(height)
+        return torch.stack((zero, zero, height, width))
+    area, ratio = u[:, :_TRIES], u[:, _TRIES : 2 * _TRIES]
+    low, high = recipe.crop_scale
+    area = (low + area * (high - low)) * (height * width)[:, None]
+    low, high = (math.log(r) for r in recipe.crop_ratio)
+    ratio = (low + ratio * (high - low)).exp()
+    w, h = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
+    fits = (w > 0) & (w <= width[:, None]) & (h > 0) & (h <= height[:, None])
+    first = fits.int().argmax(1, keepdim=True)
+    w, h, found = w.gather(1, first)[:, 0], h.gather(1, first)[:, 0], fits.any(1)
+    top, left = (u[:, -2] * (height - h + 1)).floor(), (u[:, -1] * (width - w + 1)).floor()
+
+    low, high = recipe.crop_ratio
+    central_w = torch.where(width / height > high, (height * high).round(), width)
+    central_h = torch.where(width / height < low, (width / low).round(), height)
+    central = torch.stack((((height - central_h) / 2).floor(), ((width - central_w) / 2).floor(), central_h, central_w))
+    return torch.where(found, torch.stack((top, left, h, w)), central)
+
+
+def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) -> Plan:
+    """Turn uniforms [B, NUM_UNIFORMS] into the parameters of one view of images with these sides, [B]."""
+    batch = len(u)
+    box = draw_boxes(recipe, u[:, : 2 * _TRIES + 2], height, width)
+    flip, jitter, order, factor, rest = u[:, 2 * _TRIES + 2 :].split((1, 1, 4, 4, 4), dim=1)
+
+    # A random order of brightness, contrast, saturation and hue: three steps, and before which of them the hue turns.
+    when = order.argsort(dim=1, stable=True).argsort(dim=1, stable=True)
+    hue_when = when[:, 3]
+    step_of = when[:, :3] - (when[:, :3] > hue_when[:, None]).long()  # [B, 3]
+    spread = torch.tensor([recipe.brightness, recipe.contrast, recipe.saturation])
+    low, high = (1 - spread).clamp(min=0), 1 + spread
+    f = low + factor[:, :3] * (high - low)
+    zero = torch.zeros(batch)
+    # The factors (pixel, luma, mean) of each operation, then put at its step.
+    operations = torch.stack(
+        (
+            torch.stack((f[:, 0], zero, zero)),
+            torch.stack((f[:, 1], zero, 1 - f[:, 1])),
+            torch.stack((f[:, 2], 1 - f[:, 2], zero)),
+        )
+    )  # [operation, factor, B]
+    steps = torch.empty(3, 3, batch).scatter_(0, step_of.T[:, None].expand(3, 3, batch), operations)
+    hue = (factor[:, 3] * 2 - 1) * recipe.hue
+
+    group = torch.where(jitter[:, 0] < recipe.jitter, hue_when, 4)
+    rows = group.argsort(stable=True)
+    ends = torch.bincount(group, minlength=5).cumsum(0).tolist()
+    grayscale, blur, sigma, solarize = rest[rows].unbind(1)
+    low, high = recipe.blur_sigma
+    blurred = (blur < recipe.blur).nonzero()[:, 0]
+    return Plan(
+        rows=rows,
+        box=torch.cat((box, flip.T.lt(recipe.flip).double()))[:, rows].float(),
+        steps=steps[:, :, rows],
+        hue=hue[rows],
+        hue_ends=(ends[0], ends[1], ends[2], ends[3]),
+        grayscale=(grayscale < recipe.grayscale).nonzero()[:, 0],
+        blur=blurred,
+        sigma=(low + sigma * (high - low))[blurred],
+        solarize=(solarize < recipe.solarize).nonzero()[:, 0],
+    )
+
+
+def carry_out(
+    plan: Plan,
+    recipe: Augmentation,
+    image: Tensor,
+    size: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Tensor:
+    """Make one view of a batch.
+
+    Args:
+        plan: What to do.
+        recipe: What it was drawn from.
+        image: Bytes, [B, C, H, W].
+        size: Side of the view.
+        mean: Channel means, by which the view is normalised.
+        std: Channel standard deviations, likewise.
+
+    Returns:
+        Views, [B, 3, size, size].
+    """
+    x = transforms.to_planes(image, plan.rows)
+    x = x / 255 if plan.box is None else transforms.resized_crop(x, *plan.box, size=size)
+    jittered = plan.hue_ends[-1]
+    if jittered:
+        colours, start = x[:, :jittered], 0
+        for step, end in enumerate(plan.hue_ends):
+            if end > start and recipe.hue > 0:
+                transforms.adjust_hue_(x[:, start:end], plan.hue[start:end])
+            if step < 3:
+                transforms.blend_(colours, *plan.steps[step, :, :jittered])
+            start = end
+    if len(plan.grayscale):
+        x.index_copy_(1, plan.grayscale, transforms.gray(x.index_select(1, plan.grayscale)).expand(3, -1, -1, -1))
+    if len(plan.blur):
+        chosen = x.index_select(1, plan.blur)
+        x.index_copy_(1, plan.blur, transforms.gaussian_blur(chosen, plan.sigma, recipe.kernel_size(size)))
+    if len(plan.solarize):
+        chosen = x.index_select(1, plan.solarize)
+        x.index_copy_(1, plan.solarize, transforms.solarize_(chosen, recipe.solarize_threshold))
+    transforms.normalize_(x, mean, std)
+    return x.new_empty(len(image), 3, size, size).index_copy_(0, plan.rows, x.transpose(0, 1))

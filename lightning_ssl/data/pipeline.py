@@ -1,0 +1,204 @@
+"""From a split to batches: the datasets draw what shall happen, the device makes it happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from lightning_ssl.data import augment, digits, sources, transforms
+from lightning_ssl.data.augment import Augmentation, Plan
+from lightning_ssl.data.batch import ProbeBatch, RawBatch, ViewBatch
+from lightning_ssl.data.digits import Nuisance
+from lightning_ssl.data.loader import EpochDataset, as_rows
+from lightning_ssl.data.rng import CLEAN, uniforms
+from lightning_ssl.data.sources import Split
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How views and clean images are made; everything random in them is drawn from `seed`.
+
+    Attributes:
+        recipes: The augmentation of each view; None where views resample the nuisance instead.
+        num_views: Number of views.
+        size: Side of the views.
+        mean: Channel means.
+        std: Channel standard deviations.
+        digits: Whether the images are 8 x 8 digits, to be drawn.
+        nuisance: Range of the digits' nuisance; None draws them plainly.
+        clean_image: Whether view batches hold the clean image, too.
+        seed: The seed.
+    """
+
+    recipes: tuple[Augmentation, ...] | None
+    num_views: int
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    digits: bool = False
+    nuisance: Nuisance | None = None
+    clean_image: bool = False
+    seed: int = 0
+
+    def draw_plans(self, index: Tensor, epoch: int, split: int, height: Tensor, width: Tensor) -> tuple[Plan, ...]:
+        """The augmentation of each view of samples whose images have these heights and widths [B]."""
+        if self.recipes is None:
+            return ()
+        plans = []
+        for view in range(self.num_views):
+            u = uniforms(index, augment.NUM_UNIFORMS, self.seed, split, epoch, view)
+            plans.append(augment.draw_plan(self.recipes[view], u, height, width))
+        return tuple(plans)
+
+    def draw_nuisance(self, index: Tensor, epoch: int, split: int, num_views: int) -> Tensor | None:
+        """Uniforms of the nuisance of each resampled view and of the clean image."""
+        if self.nuisance is None:
+            return None
+        keys = [(epoch, view) for view in range(num_views if self.recipes is None else 0)] + [(CLEAN, CLEAN)]
+        return torch.stack([uniforms(index, digits.NUM_UNIFORMS, self.seed, split, *key) for key in keys])
+
+    def make_batch(self, raw: RawBatch) -> ViewBatch:
+        """Make the views, and the clean image if asked for, on whatever device the bytes are."""
+        if raw.num_views == 0:
+            clean = self.clean(raw)
+            return ViewBatch((clean,), raw.label, raw.index, clean)
+        views = tuple(self._view(raw, view) for view in range(raw.num_views))
+        return ViewBatch(views, raw.label, raw.index, self.clean(raw) if self.clean_image else None)
+
+    def clean(self, raw: RawBatch) -> Tensor:
+        """The clean, normalised images, [B, 3, size, size]."""
+        assert raw.image is not None
+        if self.digits:
+            return self._normalize(self._draw_digits(raw, -1))
+        x = transforms.to_planes(raw.image)
+        height, width = raw.image.shape[2:]
+        if (height, width) == (self.size, self.size):
+            x = x / 255
+        else:
+            box = x.new_tensor([0.0, 0.0, height, width, 0.0])[:, None].expand(5, len(raw.image))
+            x = transforms.resized_crop(x, *box, size=self.size)
+        return self._normalize(x.transpose(0, 1))
+
+    def _view(self, raw: RawBatch, view: int) -> Tensor:
+        if self.recipes is None:
+            return self._normalize(self._draw_digits(raw, view))
+        if raw.crops is not None:
+            image = raw.crops[view]
+        elif self.digits:
+            image = (self._draw_digits(raw, -1) * 255).round().to(torch.uint8)
+        else:
+            assert raw.image is not None
+            image = raw.image
+        return augment.carry_out(raw.plans[view], self.recipes[view], image, self.size, self.mean, self.std)
+
+    def _draw_digits(self, raw: RawBatch, view: int) -> Tensor:
+        assert raw.image is not None
+        return digits.render(raw.image, self.size, self.nuisance, None if raw.nuisance is None else raw.nuisance[view])
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        mean, std = (torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.std))
+        return (x - mean) / std
+
+
+class RawImages(EpochDataset):
+    """A split as `RawBatch`es.
+
+    Args:
+        split: The images.
+        pipeline: What is to be drawn for each sample.
+        key: Number of the split; equal indices of different splits get different randomness.
+        augmented: Whether to draw views; otherwise batches are clean.
+        on_corrupt: For files: "error", or "skip", which puts the next readable file of the split in the place of a
+            corrupt one (so that all ranks keep equal batches), or leaves it out of clean batches.
+    """
+
+    def __init__(self, split: Split, pipeline: Pipeline, key: int, augmented: bool, on_corrupt: str = "error") -> None:
+        super().__init__()
+        self.split, self.pipeline, self.key, self.augmented = split, pipeline, key, augmented
+        self.on_corrupt = on_corrupt
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitems__(self, rows: list[int]) -> RawBatch:
+        return self._from_memory(rows) if self.split.pixels is not None else self._from_files(rows)
+
+    def _from_memory(self, rows: list[int]) -> RawBatch:
+        assert self.split.pixels is not None
+        index = as_rows(rows)
+        image, label = self.split.pixels[index].contiguous(), self.split.labels[index]
+        num_views = self.pipeline.num_views if self.augmented else 0
+        nuisance = self.pipeline.draw_nuisance(index, self.epoch, self.key, num_views)
+        plans: tuple[Plan, ...] = ()
+        if self.augmented:
+            height, width = (self.pipeline.size,) * 2 if self.pipeline.digits else image.shape[2:]
+            sides = (torch.full((len(rows),), side) for side in (height, width))
+            plans = self.pipeline.draw_plans(index, self.epoch, self.key, *sides)
+        return RawBatch(image, label, index, plans, None, nuisance, num_views)
+
+    def _from_files(self, rows: list[int]) -> RawBatch:
+        size = self.pipeline.size
+        images, read = [], []
+        for row in rows:
+            found, image = self._read(row)
+            if image is not None:
+                images.append(image)
+                read.append(found)
+        index = as_rows(read)
+        label = self.split.labels[index]
+        if not self.augmented:
+            return RawBatch(_stack([sources.center_crop(image, size) for image in images], size), label, index)
+        height, width = (torch.tensor([image.shape[axis] for image in images]) for axis in (1, 2))
+        plans = self.pipeline.draw_plans(index, self.epoch, self.key, height, width)
+        crops = torch.stack([_cut(images, plan, size) for plan in plans])
+        plans = tuple(plan._replace(box=None) for plan in plans)
+        clean = None
+        if self.pipeline.clean_image:
+            clean = _stack([sources.center_crop(image, size) for image in images], size)
+        return RawBatch(clean, label, index, plans, crops, None, self.pipeline.num_views)
+
+    def _read(self, row: int) -> tuple[int, Tensor | None]:
+        """The image of a row; if it is corrupt and to be skipped, none, or the next readable one for training."""
+        assert self.split.paths is not None
+        for step in range(len(self.split) if self.augmented else 1):
+            found = (row + step) % len(self.split)
+            image = sources.decode_or_none(self.split.paths[found], self.on_corrupt)
+            if image is not None:
+                return found, image
+        if self.augmented:
+            raise sources.CorruptImageError("None of the files can be decoded.")
+        return row, None
+
+
+class ProbeImages(EpochDataset):
+    """The clean, normalised images of a split as `ProbeBatch`es, made on the CPU."""
+
+    def __init__(self, raw: RawImages) -> None:
+        super().__init__()
+        self.raw = raw
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __getitems__(self, rows: list[int]) -> ProbeBatch:
+        batch = self.raw.__getitems__(rows)
+        return ProbeBatch(self.raw.pipeline.clean(batch), batch.label, batch.index)
+
+
+def _cut(images: list[Tensor], plan: Plan, size: int) -> Tensor:
+    """Crop and mirror images of any size as a plan says, [B, 3, size, size]."""
+    assert plan.box is not None
+    boxes = torch.empty_like(plan.box)
+    boxes[:, plan.rows] = plan.box
+    crops = []
+    for image, (top, left, height, width, flip) in zip(images, boxes.T.long().tolist(), strict=True):
+        crop = F.resized_crop(image, top, left, height, width, [size, size], antialias=True)
+        crops.append(crop.flip(-1) if flip else crop)
+    return torch.stack(crops)
+
+
+def _stack(images: list[Tensor], size: int) -> Tensor:
+    return torch.stack(images) if images else torch.empty(0, 3, size, size, dtype=torch.uint8)

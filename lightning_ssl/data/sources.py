@@ -1,0 +1,220 @@
+"""Where the images come from: torchvision's datasets, the digits, and folders of files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision import datasets
+from torchvision.transforms.v2 import functional as F
+
+from lightning_ssl.data import digits
+
+_IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is fixed about a dataset.
+
+    Attributes:
+        image_size: Side of its images unless another one is asked for.
+        mean: Channel means its images are normalised by.
+        std: Channel standard deviations, likewise.
+        augmentation: Preset used unless another one is asked for.
+        layout: What `root` must contain.
+        downloads: Whether torchvision can fetch it.
+        files: Whether it is kept as files that workers decode.
+    """
+
+    image_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    augmentation: str
+    layout: str
+    downloads: bool = True
+    files: bool = False
+
+
+FACTS: dict[str, Facts] = {
+    "digits": Facts(32, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), "cifar10", "nothing", downloads=False),
+    "cifar10": Facts(32, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), "cifar10", "cifar-10-batches-py/"),
+    "cifar100": Facts(32, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "cifar10", "cifar-100-python/"),
+    "stl10": Facts(96, (0.4467, 0.4398, 0.4066), (0.2603, 0.2566, 0.2713), "stl10", "stl10_binary/"),
+    "fashion_mnist": Facts(32, (0.286,) * 3, (0.353,) * 3, "cifar10", "FashionMNIST/raw/*-ubyte"),
+    "imagenet": Facts(
+        224, *_IMAGENET_STATS, "simclr", "train/, val/ and meta.bin, or the original archives", False, files=True
+    ),
+    "image_folder": Facts(
+        224, *_IMAGENET_STATS, "simclr", "train/<class>/<image> and test/<class>/<image> (or val/)", False, files=True
+    ),
+}
+
+
+@dataclass
+class Split:
+    """One part of a dataset: bytes [N, C, H, W] in memory, or paths; and classes [N], -1 for none."""
+
+    labels: Tensor
+    pixels: Tensor | None = None
+    paths: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass
+class Source:
+    """A dataset: what to pretrain on, and labelled splits for the probes (`probe_train` may be `train` itself)."""
+
+    train: Split
+    probe_train: Split
+    test: Split
+    classes: list[str]
+
+
+def load(name: str, root: str, download: bool = False) -> Source:
+    """Load a dataset of `FACTS` by name."""
+    if name == "digits":
+        train, test = (Split(labels, pixels) for pixels, labels in (digits.load(True), digits.load(False)))
+        return Source(train, train, test, [str(digit) for digit in range(10)])
+    if not download and not os.path.isdir(root):
+        raise FileNotFoundError(f"root={root!r} does not exist. {_remedy(name, root)}")
+    try:
+        return _LOADERS[name](root, download)
+    except (RuntimeError, FileNotFoundError, OSError) as error:
+        # torchvision says what is wrong but not, in our words, what to do.
+        raise FileNotFoundError(
+            f"dataset={name!r} cannot be read from root={root!r}: {error} {_remedy(name, root)}"
+        ) from error
+
+
+def _remedy(name: str, root: str) -> str:
+    facts = FACTS[name]
+    flag = ", or set download=True" if facts.downloads else ""
+    return f"Put {facts.layout} into {root!r}{flag}."
+
+
+def _cifar(dataset: type[datasets.CIFAR10]) -> Callable[[str, bool], Source]:
+    def read(root: str, download: bool) -> Source:
+        parts = [dataset(root, train=train, download=download) for train in (True, False)]
+        train, test = (
+            Split(torch.tensor(part.targets), torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous())
+            for part in parts
+        )
+        return Source(train, train, test, list(parts[0].classes))
+
+    return read
+
+
+def _stl10(root: str, download: bool) -> Source:
+    parts = [datasets.STL10(root, split=split, download=download) for split in ("train", "test", "unlabeled")]
+    train, test, unlabeled = (
+        Split(torch.from_numpy(np.asarray(part.labels)).long(), torch.from_numpy(part.data)) for part in parts
+    )
+    assert train.pixels is not None and unlabeled.pixels is not None
+    pretrain = Split(torch.cat((train.labels, unlabeled.labels)), torch.cat((train.pixels, unlabeled.pixels)))
+    return Source(pretrain, train, test, list(parts[0].classes))
+
+
+def _fashion_mnist(root: str, download: bool) -> Source:
+    parts = [datasets.FashionMNIST(root, train=train, download=download) for train in (True, False)]
+    train, test = (Split(part.targets.long(), part.data[:, None]) for part in parts)
+    return Source(train, train, test, list(parts[0].classes))
+
+
+def _imagenet(root: str, download: bool) -> Source:
+    parts = [datasets.ImageNet(root, split=split) for split in ("train", "val")]
+    train, test = (_file_split(part) for part in parts)
+    return Source(train, train, test, [names[0] for names in parts[0].classes])
+
+
+def _image_folder(root: str, download: bool) -> Source:
+    base = Path(root)
+    held_out = next((name for name in ("test", "val") if (base / name).is_dir()), None)
+    if held_out is None or not (base / "train").is_dir():
+        raise FileNotFoundError(f"it has no train/, or neither test/ nor val/ (found: {sorted(os.listdir(base))}).")
+    parts = [datasets.ImageFolder(str(base / name)) for name in ("train", held_out)]
+    if parts[0].classes != parts[1].classes:
+        odd = sorted(set(parts[0].classes) ^ set(parts[1].classes))
+        raise FileNotFoundError(f"the class folders of train/ and {held_out}/ differ: {odd} are in one of them only.")
+    train, test = (_file_split(part) for part in parts)
+    return Source(train, train, test, list(parts[0].classes))
+
+
+def _file_split(part: Any) -> Split:
+    paths, labels = zip(*part.samples, strict=True)
+    return Split(torch.tensor(labels), paths=list(paths))
+
+
+_LOADERS: dict[str, Callable[[str, bool], Source]] = {
+    "cifar10": _cifar(datasets.CIFAR10),
+    "cifar100": _cifar(datasets.CIFAR100),
+    "stl10": _stl10,
+    "fashion_mnist": _fashion_mnist,
+    "imagenet": _imagenet,
+    "image_folder": _image_folder,
+}
+
+
+class CorruptImageError(RuntimeError):
+    """A file that cannot be decoded."""
+
+
+def decode(path: str) -> Tensor:
+    """Read an image file of any kind as RGB bytes, [3, H, W].
+
+    Transparency is dropped; 16-bit grey is scaled down to 8 bits (Pillow alone would clip it).
+    """
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith("I"):
+                gray = np.asarray(image).astype(np.float64) / 257
+                image = Image.fromarray(gray.round().clip(0, 255).astype(np.uint8))
+            pixels = np.array(image.convert("RGB"))
+    except Exception as error:  # Pillow's decoders raise anything, from SyntaxError to struct.error
+        raise CorruptImageError(
+            f"{path} cannot be decoded ({type(error).__name__}: {error}). Repair or remove the file, or set "
+            "on_corrupt='skip'."
+        ) from error
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def decode_or_none(path: str, on_corrupt: str) -> Tensor | None:
+    """Like `decode`, but with on_corrupt="skip" warn and return None for a corrupt file."""
+    try:
+        return decode(path)
+    except CorruptImageError as error:
+        if on_corrupt == "error":
+            raise
+        warnings.warn(f"skipped: {error}", stacklevel=2)
+        return None
+
+
+def center_crop(image: Tensor, size: int) -> Tensor:
+    """The usual evaluation crop, [3, size, size]: the central 7/8 of the shorter side."""
+    height, width = image.shape[-2:]
+    side = round(min(height, width) * 0.875)
+    top, left = (height - side) // 2, (width - side) // 2
+    return F.resized_crop(image, top, left, side, side, [size, size], antialias=True)
+
+
+def into_memory(split: Split, size: int, on_corrupt: str) -> Split:
+    """Decode all files of a split, resized to one size, into one tensor; corrupt ones are left out if skipped."""
+    assert split.paths is not None
+    pixels = torch.empty(len(split), 3, size, size, dtype=torch.uint8)
+    kept = []
+    for row, path in enumerate(split.paths):
+        image = decode_or_none(path, on_corrupt)
+        if image is not None:
+            pixels[len(kept)] = F.resize(image, [size, size], antialias=True)
+            kept.append(row)
+    return Split(split.labels[kept], pixels[: len(kept)])

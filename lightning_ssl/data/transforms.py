@@ -1,0 +1,155 @@
+"""Image transforms on a whole batch at once, every image with its own parameters.
+
+Each equals torchvision's v2 functional counterpart. Images are held plane by plane, [3, B, H, W] in [0, 1], so that
+each colour operation runs over contiguous memory.
+
+A picture's bits must not depend on the batch it is made in, on the number of threads or on the BLAS: sums are therefore
+taken over integers small enough to be exact in float32, in any order, and everything else is one rounded operation at
+a time (no fused multiply-add, whose use differs between the vectorised body and the tail of a loop).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_WEIGHT = 2048.0  # filter weights are multiples of 1/2048: with 12-bit pixels a filter's sum stays below 2^24
+_PIXEL = 4080.0  # pixels between two filters are multiples of 1/4080, a sixteenth of a grey level
+_GRAY = (0.2989, 0.587, 0.114)
+
+
+def to_planes(image: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Bytes [B, C, H, W], C being 1 or 3, to whole numbers in float32, [3, B, H, W]; optionally only some rows."""
+    image = image if rows is None else image.index_select(0, rows)
+    return image.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format).expand(3, -1, -1, -1)
+
+
+def resized_crop(
+    x: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, flip: Tensor, size: int
+) -> Tensor:
+    """Cut a box from each image, mirror it where `flip` is 1, and resize it to `size` (bilinear, antialiased).
+
+    Args:
+        x: Whole numbers in 0..255, [3, B, H, W].
+        top: First row of the box, [B]; `left`, `height` and `width` likewise.
+        flip: 0 or 1, [B].
+        size: Side of the result.
+
+    Returns:
+        Images in [0, 1], [3, B, size, size].
+    """
+    rows = _resize_weights(x.shape[2], top, height, torch.zeros_like(flip), size).transpose(1, 2)
+    columns = _resize_weights(x.shape[3], left, width, flip, size)
+    return _filter(x, rows, columns, in_scale=255.0)
+
+
+def _resize_weights(source: int, start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
+    """Weights, times 2048, of the `source` pixels of a line for `size` pixels of its part, [B, source, size]."""
+    out = torch.arange(size, device=start.device, dtype=torch.float32)
+    out = torch.where(flip[:, None] > 0, size - 1 - out, out)
+    step = (length / size)[:, None]
+    center = start[:, None] + (out + 0.5) * step  # [B, size]
+    pixel = (torch.arange(source, device=start.device, dtype=torch.float32) + 0.5)[:, None]
+    if source <= size:
+        # Enlarging only: two neighbours, at the border one. Rounding the place makes their weights whole numbers.
+        center = center.clamp(start[:, None] + 0.5, (start + length)[:, None] - 0.5)
+        place = (center * _WEIGHT).round()
+        return (pixel * _WEIGHT - place[:, None, :]).abs_().neg_().add_(_WEIGHT).clamp_(min=0)
+    support = step.clamp(min=1.0)
+    weight = (1 - ((pixel - center[:, None, :]) / support[:, None, :]).abs()).clamp_(min=0)
+    first, last = start[:, None, None], (start + length)[:, None, None]
+    weight *= (pixel > first) & (pixel < last)
+    # Integer sums are the same in any order; only then divide.
+    weight = (weight * _WEIGHT).round_()
+    weight = (weight * (_WEIGHT / weight.sum(1, keepdim=True))).round_()
+    nearest = center.clamp(start[:, None], (start + length)[:, None] - 1).floor().long()[:, None, :]
+    return weight.scatter_add_(1, nearest, _WEIGHT - weight.sum(1, keepdim=True))
+
+
+def _filter(x: Tensor, rows: Tensor, columns: Tensor, in_scale: float) -> Tensor:
+    """Multiply each plane [H, W] by `rows` [B, S, H] from the left and by `columns` [B, W, S] from the right."""
+    out = x.new_empty(3, x.shape[1], rows.shape[1], columns.shape[2])
+    for plane, result in zip(x, out, strict=True):
+        y = torch.bmm(plane, columns).mul_(_PIXEL / (in_scale * _WEIGHT)).round_()
+        torch.bmm(rows, y, out=result)
+    return out.mul_(1 / (_PIXEL * _WEIGHT))
+
+
+def gray(x: Tensor) -> Tensor:
+    """Luma, [B, H, W], of images [3, B, H, W]."""
+    return (x[0] * _GRAY[0]).add_(x[1] * _GRAY[1]).add_(x[2] * _GRAY[2])
+
+
+def blend_(x: Tensor, pixel: Tensor, luma: Tensor, mean: Tensor) -> Tensor:
+    """One step of colour jitter, in place: x <- clip(pixel x + luma gray(x) + mean E[gray(x)]), factors [B].
+
+    Brightness f is (f, 0, 0), saturation f is (f, 1 - f, 0), contrast f is (f, 0, 1 - f).
+    """
+    g = gray(x)
+    average = g.mul(_PIXEL).round_().sum((1, 2), dtype=_exact(g)).to(torch.float32) / (_PIXEL * g[0].numel())
+    g.mul_(_each(luma)).add_(_each(mean * average))
+    return x.mul_(_each(pixel)).add_(g).clamp_(0, 1)
+
+
+def adjust_hue_(x: Tensor, shift: Tensor) -> Tensor:
+    """Turn the hue by `shift` in [-0.5, 0.5] of the colour circle, [B], in place.
+
+    With value V and chroma C = V - min, channel n of the turned colour is V - C max(0, min(k, 4 - k, 1)), where
+    k = (n + 6 hue) mod 6 and n = 5, 3, 1 for red, green, blue.
+    """
+    red, green, blue = x[0], x[1], x[2]
+    value = torch.maximum(torch.maximum(red, green), blue)
+    chroma = value - torch.minimum(torch.minimum(red, green), blue)
+    divisor = chroma.clamp(min=1e-12)  # where it is 0 all differences are, too
+    hue = torch.where(
+        value == red,
+        (green - blue).div_(divisor),
+        torch.where(value == green, (blue - red).div_(divisor).add_(2), (red - green).div_(divisor).add_(4)),
+    ).add_(_each(shift * 6))
+    for plane, n in zip((red, green, blue), (5.0, 3.0, 1.0), strict=True):
+        k = (hue + n).remainder_(6)
+        k = torch.minimum(k, 4 - k).clamp_(0, 1).mul_(chroma)
+        torch.sub(value, k, out=plane)
+    return x
+
+
+def gaussian_blur(x: Tensor, sigma: Tensor, kernel_size: int) -> Tensor:
+    """Blur images [3, B, H, W] in [0, 1] with standard deviations `sigma` [B]; borders are reflected."""
+    radius = kernel_size // 2
+    offset = torch.arange(-radius, radius + 1, device=x.device, dtype=_exact(x))
+    weight = torch.softmax(-0.5 * (offset / sigma[:, None].to(offset.dtype)).square(), dim=1)
+    weight = (weight * _WEIGHT).round().to(torch.float32)  # [B, kernel_size]
+    weight[:, radius] += _WEIGHT - weight.sum(1)
+    rows, columns = (_blur_matrix(weight, side) for side in x.shape[2:])
+    return _filter(x.mul(_PIXEL).round_(), rows.transpose(1, 2), columns, in_scale=_PIXEL)
+
+
+def _blur_matrix(weight: Tensor, side: int) -> Tensor:
+    """The matrices [B, side, side] by which a line is multiplied from the right to be blurred."""
+    radius = weight.shape[1] // 2
+    line = torch.arange(side, device=weight.device, dtype=torch.float32)
+    source = pad(line[None], (radius, radius), mode="reflect")[0].long().unfold(0, 2 * radius + 1, 1)  # [side, k]
+    matrix = weight.new_zeros(len(weight), side, side)  # [B, to, from]
+    matrix.scatter_add_(2, source.expand(len(weight), -1, -1), weight[:, None].expand(-1, side, -1))
+    return matrix.transpose(1, 2)
+
+
+def solarize_(x: Tensor, threshold: float) -> Tensor:
+    """Invert what is at or above the threshold, in place."""
+    return torch.where(x >= threshold, 1 - x, x, out=x)
+
+
+def normalize_(x: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """(x - mean) / std, plane by plane, in place."""
+    for plane, m, s in zip(x, mean, std, strict=True):
+        plane.sub_(m).div_(s)
+    return x
+
+
+def _each(factor: Tensor) -> Tensor:
+    return factor[:, None, None]
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.device.type == "mps" else torch.float64  # Apple's devices have no doubles
