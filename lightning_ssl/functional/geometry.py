@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from lightning_ssl.functional._checks import check_positive, check_rows, check_same_shape
 
@@ -57,31 +59,51 @@ def uniformity(x: Tensor, t: float = 2.0) -> Tensor:
     check_positive(t, "t")
     x = _unit_rows(x, "x", min_rows=2)
     n = x.shape[0]
-    total = x.new_tensor(-math.inf)
-    for start in range(0, n, _BLOCK):
-        rows = x[start : start + _BLOCK]
-        for other in range(start, n, _BLOCK):
-            columns = x[other : other + _BLOCK]
-            if x.requires_grad and torch.is_grad_enabled() and n > _BLOCK:
-                # Recomputed in the backward pass, so that no block's similarities are kept.
-                block = checkpoint(_log_kernel_sum, rows, columns, t, start == other, use_reentrant=False)
-            else:
-                block = _log_kernel_sum(rows, columns, t, start == other)
+    return _LogKernelSum.apply(x, t) - math.log(n * (n - 1) / 2)
+
+
+class _LogKernelSum(torch.autograd.Function):
+    """The log of the sum over i < j of exp(-t |x_i - x_j|^2) for rows of unit length, block by block.
+
+    With its own backward pass, which makes each block anew: autograd would keep them all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, t: float) -> Tensor:
+        total = x.new_tensor(-math.inf)
+        for _, _, cosines in _blocks(x):
+            top = cosines.amax()
+            # In place: the block stays in the cache. -t |a - b|^2 = 2t (cos - 1).
+            block = cosines.sub_(top).mul_(2 * t).exp_().sum().log_() + 2 * t * (top - 1)
             total = torch.logaddexp(total, block)
-    return total - math.log(n * (n - 1) / 2)
+        ctx.t = t
+        ctx.save_for_backward(x, total)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        x, total = ctx.saved_tensors
+        grad = torch.zeros_like(x)
+        for rows, columns, cosines in _blocks(x):
+            weights = cosines.sub_(1).mul_(2 * ctx.t).sub_(total).exp_()  # each pair's share of the sum
+            grad[rows].addmm_(weights, x[columns])
+            grad[columns].addmm_(weights.T, x[rows])
+        return grad.mul_(2 * ctx.t * grad_output), None
 
 
-def _log_kernel_sum(rows: Tensor, columns: Tensor, t: float, diagonal: bool) -> Tensor:
-    """The log of the kernel's sum over all pairs of a row and a column; over i < j in a diagonal block."""
-    if diagonal and len(rows) == 1:
-        return rows.new_tensor(-math.inf)
-    cosines = rows @ columns.T
-    if diagonal:
-        cosines.fill_diagonal_(-math.inf)
-    top = cosines.detach().amax()
-    # In place: the block stays in the cache. -t |a - b|^2 = 2t (cos - 1).
-    log_sum = cosines.sub_(top).mul_(2 * t).exp_().sum().log() + 2 * t * (top - 1)
-    return log_sum - math.log(2) if diagonal else log_sum
+def _blocks(x: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The cosines of all pairs i < j in blocks; entries that are no such pair are -inf."""
+    for start in range(0, len(x), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        for other in range(start, len(x), _BLOCK):
+            columns = slice(other, other + _BLOCK)
+            cosines = x[rows] @ x[columns].T
+            if start == other:
+                if len(cosines) == 1:
+                    continue
+                cosines.masked_fill_(torch.ones_like(cosines, dtype=torch.bool).tril_(), -math.inf)
+            yield rows, columns, cosines
 
 
 def effective_rank(x: Tensor) -> Tensor:
