@@ -129,8 +129,11 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Features [N, d] in float32 or better: positions of a feature map and tokens of a sequence are averaged."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    """Features [N, d] in double precision: positions of a feature map and tokens of a sequence are averaged.
+
+    Double, because the logarithm of a mean near 1 (a collapse) keeps few of a float's digits.
+    """
+    x = x.float() if x.device.type == "mps" else x.double()
     if x.ndim > 2:
         # A map is [N, C, positions...], a sequence [N, tokens, C].
         x = x.mean(dim=1) if x.ndim == 3 else x.flatten(2).mean(dim=2)

@@ -190,7 +190,7 @@ class Probe(L.Callback):
                     output = first_tensor(encoder(image))
                 if output is None:
                     raise ValueError(f"`encoder={self.encoder!r}` returned no features for a batch of images")
-                rows = as_rows(output)
+                rows = as_rows(output).float()
                 label = label.to(rows.device)
                 keep = label >= 0  # -1 marks samples without a label
                 pieces.append((rows[keep], label[keep], positions.to(rows.device)[keep]))

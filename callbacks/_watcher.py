@@ -83,6 +83,12 @@ class Watcher(L.Callback):
     def report(self, trainer: L.Trainer, step: int, stage: str) -> None:
         """On all ranks after `compute`, outside the collectives: pictures and files."""
 
+    def draws(self, step: int, stage: str, picture_every: int) -> bool:
+        """Whether this observation is one of every `picture_every` (held-out ones all are)."""
+        if not picture_every or stage != "train" or self.every_n_steps is None:
+            return bool(picture_every)
+        return step // self.every_n_steps % picture_every == 0
+
     # Names ---------------------------------------------------------------------------------------------------------
 
     def key(self, stage: str, quantity: str) -> str:

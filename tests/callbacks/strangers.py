@@ -17,7 +17,7 @@ from lightly.models.modules import (
 )
 from lightly.models.utils import deactivate_requires_grad, update_momentum
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 def small_backbone(norm: bool = True) -> nn.Sequential:
@@ -216,3 +216,37 @@ class Dicts(Labelled):
 
 def loader(dataset: Dataset, batch_size: int = 16, **kwargs) -> DataLoader:
     return DataLoader(dataset, batch_size=batch_size, **kwargs)
+
+
+class MeanLoss(L.LightningModule):
+    """No batch statistics and a loss that is a mean over samples: the same training at any number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(small_backbone(norm=False), nn.Flatten())
+        self.projector = nn.Linear(16, 8)
+        self.predictor = nn.Linear(8, 8, bias=False)
+
+    def step(self, batch):
+        (x0, x1) = batch[0]
+        z0, z1 = self.projector(self.backbone(x0)), self.projector(self.backbone(x1))
+        cosine = nn.functional.cosine_similarity
+        return -(cosine(self.predictor(z0), z1.detach()) + cosine(self.predictor(z1), z0.detach())).mean()
+
+    def training_step(self, batch, batch_idx):
+        return self.step(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.step(batch)
+
+    def test_step(self, batch, batch_idx):
+        self.step(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def ordered_loader(dataset: Dataset, batch_size: int, rank: int, world_size: int) -> DataLoader:
+    """Train batches that hold the same samples at any number of ranks; Lightning's own sampler would shuffle."""
+    sampler = DistributedSampler(dataset, world_size, rank, shuffle=False) if world_size > 1 else None
+    return DataLoader(dataset, batch_size=batch_size // world_size, sampler=sampler)
