@@ -56,7 +56,11 @@ class SyntheticDataModule(L.LightningDataModule):
     def epoch_draws(self, epoch: int) -> EpochDraws:
         """All draws of an epoch (from 0), or of a probe split."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        return self.draw(self.draws, self.num_views, generator) if epoch >= 0 else self.draw(self.probe_draws, 1, generator)
+        return (
+            self.draw(self.draws, self.num_views, generator)
+            if epoch >= 0
+            else self.draw(self.probe_draws, 1, generator)
+        )
 
     def train_dataloader(self) -> ShardLoader:
         return self._loader(_Views(self), even=True)

@@ -95,10 +95,14 @@ class HLTM:
         self.depth, self.runs, self.states, self.branching = depth, runs, states, branching
         self.root_polarity = root_polarity
         self.polarity: list[Tensor] = []  # level l, from 0: edges into level l + 1, [runs, branching ** (l + 1)]
-        self.permutation: list[Tensor] = []  # the same edges, [runs, nodes, states]: where each state of the parent goes
+        self.permutation: list[
+            Tensor
+        ] = []  # the same edges, [runs, nodes, states]: where each state of the parent goes
         for level in range(1, depth + 1):
             shape = (runs, branching**level)
-            rho = lowers[:, None] + (upper - lowers[:, None]) * torch.rand(shape, generator=generator, dtype=torch.float64)
+            rho = lowers[:, None] + (upper - lowers[:, None]) * torch.rand(
+                shape, generator=generator, dtype=torch.float64
+            )
             if signed and states == 2:
                 rho = rho * (2.0 * torch.randint(2, shape, generator=generator) - 1)
             order = torch.rand(*shape, states, generator=generator) if signed and states > 2 else torch.arange(states)

@@ -1,1 +1,5 @@
-"""What the papers solve or simulate: linear dynamics, latent trees, mixtures, the ring."""
+"""The papers' theory, runnable: linear dynamics, latent trees, mixtures, the ring, EMA and BatchNorm."""
+
+from lightning_ssl.theory import batchnorm, ema, hltm, linear, mixture, ring
+
+__all__ = ["batchnorm", "ema", "hltm", "linear", "mixture", "ring"]

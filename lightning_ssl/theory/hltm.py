@@ -181,14 +181,18 @@ def _nce_gradient(f: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     return nn.functional.softplus(margin).mean(-1), dg / (norm + NORM_EPS) - f * radial
 
 
-def batches(tree: HLTM, steps: int, batch_size: int, generator: torch.Generator, values: str = "01") -> Iterator[Tensor]:
+def batches(
+    tree: HLTM, steps: int, batch_size: int, generator: torch.Generator, values: str = "01"
+) -> Iterator[Tensor]:
     """Columns [anchor | positive | negative] for each step: positives redraw the tree under the anchor's root."""
     chunk = max(1, min(steps, 2_000_000 // (tree.runs * tree.leaves * batch_size)))
     for start in range(0, steps, chunk):
         k = min(chunk, steps - start)
         root = tree.sample_root(2 * k * batch_size, generator)
         anchor_root, negative_root = root.chunk(2, dim=-1)
-        leaves = tree.sample(3 * k * batch_size, generator, torch.cat([anchor_root, anchor_root, negative_root], -1))[-1]
+        leaves = tree.sample(3 * k * batch_size, generator, torch.cat([anchor_root, anchor_root, negative_root], -1))[
+            -1
+        ]
         leaves = leaves.unflatten(-1, (3, k, batch_size))
         for i in range(k):
             yield tree.observe(leaves[..., i, :].flatten(-2), values)

@@ -49,7 +49,9 @@ def test_step_equals_autograd(depth: int, width: int, branching: int) -> None:
         f = f / (f.norm(dim=1, keepdim=True) + 1e-4)
         anchor, positive, negative = f.unflatten(2, (3, 8)).unbind(2)
         logits = torch.stack([-(anchor - other).square().sum(1) / 2 / 0.3 for other in (positive, negative)], -1)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.zeros(24, dtype=torch.long), reduction="none")
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), torch.zeros(24, dtype=torch.long), reduction="none"
+        )
         loss = loss.view(3, 8).mean(1)
         slow.zero_grad()
         loss.sum().backward()

@@ -102,7 +102,10 @@ def table6(run: Run) -> Report:
     within = sum(abs(s) <= 3 for s in scores)
     claims = [
         (f"|z| <= 3 in at least 85 of 90 cells: {within} of {len(scores)}", within >= 85),
-        (f"median absolute difference at N=10 at most 0.03: {statistics.median(gaps):.3f}", statistics.median(gaps) <= 0.03),
+        (
+            f"median absolute difference at N=10 at most 0.03: {statistics.median(gaps):.3f}",
+            statistics.median(gaps) <= 0.03,
+        ),
         *[
             (
                 f"N={w}: training raises the root's correlation: {curves[w][0].mean():.2f} to {curves[w][-1].mean():.2f}",
@@ -177,7 +180,10 @@ def covop_growth(run: Run) -> Report:
                         if (depth, width, name) in curves:
                             label = f"N={width}, U[{LOWERS[i]},1]"
                             axis.plot(
-                                curves[depth, width, name][:, i], style, color=f"C{(2, 5, 10).index(width)}", label=label
+                                curves[depth, width, name][:, i],
+                                style,
+                                color=f"C{(2, 5, 10).index(width)}",
+                                label=label,
                             )
                 axis.set(title=f"{name}, depth {depth}", yscale="log")
         axes[0, 0].legend(fontsize=5)
