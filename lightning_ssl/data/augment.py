@@ -86,6 +86,8 @@ PRESETS: dict[str, tuple[Augmentation, ...]] = {
     # As in the experiments of the DirectPred and dual-network papers.
     "stl10": (_SIMCLR,),
     "cifar10": (Augmentation(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),),
+    # A mirrored digit, or a small piece of one, is another digit.
+    "digits": (Augmentation(crop_scale=(0.4, 1.0), flip=0.0, brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),),
     "none": (Augmentation(crop=False, flip=0.0, jitter=0.0, grayscale=0.0),),
 }
 

@@ -43,9 +43,9 @@ class ImageDataModule(L.LightningDataModule):
         views: How views are made: "resample" draws a new nuisance for each (digits only), "augment" augments the image,
             "auto" resamples where that is possible.
         num_views: Views per sample.
-        augmentation: A preset ("simclr", "byol", "simsiam", "barlow_twins", "stl10", "cifar10", "none"), one recipe for
-            all views, or a list with one (recipe or single-view preset) for each, used in turn if shorter. By default
-            the usual one of the dataset.
+        augmentation: A preset ("simclr", "byol", "simsiam", "barlow_twins", "stl10", "cifar10", "digits", "none"), one
+            recipe for all views, or a list with one (recipe or single-view preset) for each, used in turn if shorter.
+            By default the usual one of the dataset.
         nuisance: Draw the digits with a nuisance (True, or its range), or plainly (False).
         clean_image: Make `ViewBatch.image`, too.
         image_size: Side of the images; by default the dataset's own (28 x 28 Fashion-MNIST is enlarged to 32).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import warnings
 from collections.abc import Callable
@@ -45,11 +46,11 @@ class Facts:
 
 
 FACTS: dict[str, Facts] = {
-    "digits": Facts(32, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25), "cifar10", "nothing", downloads=False),
+    "digits": Facts(32, (0.32,) * 3, (0.2,) * 3, "digits", "nothing", downloads=False),
     "cifar10": Facts(32, (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), "cifar10", "cifar-10-batches-py/"),
     "cifar100": Facts(32, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), "cifar10", "cifar-100-python/"),
     "stl10": Facts(96, (0.4467, 0.4398, 0.4066), (0.2603, 0.2566, 0.2713), "stl10", "stl10_binary/"),
-    "fashion_mnist": Facts(32, (0.286,) * 3, (0.353,) * 3, "cifar10", "FashionMNIST/raw/*-ubyte"),
+    "fashion_mnist": Facts(32, (0.286,) * 3, (0.353,) * 3, "cifar10", "FashionMNIST/raw/*-ubyte or *-ubyte.gz"),
     "imagenet": Facts(
         224, *_IMAGENET_STATS, "simclr", "train/, val/ and meta.bin, or the original archives", False, files=True
     ),
@@ -126,6 +127,12 @@ def _stl10(root: str, download: bool) -> Source:
 
 
 def _fashion_mnist(root: str, download: bool) -> Source:
+    for archive in Path(root, "FashionMNIST", "raw").glob("*-ubyte.gz"):  # as Debian ships them
+        target = archive.with_suffix("")
+        if not target.exists():
+            partial = target.with_suffix(f".{os.getpid()}")  # other ranks may be at it, too
+            partial.write_bytes(gzip.decompress(archive.read_bytes()))
+            partial.replace(target)
     parts = [datasets.FashionMNIST(root, train=train, download=download) for train in (True, False)]
     train, test = (Split(part.targets.long(), part.data[:, None]) for part in parts)
     return Source(train, train, test, list(parts[0].classes))

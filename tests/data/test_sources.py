@@ -1,0 +1,165 @@
+"""Every dataset read from small files in its original format, odd image files, and bad roots."""
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+from lightning_ssl.data import ImageDataModule
+from lightning_ssl.data.sources import CorruptImageError, decode, load
+from tests.data.files import write_cifar, write_fashion_mnist, write_folder, write_stl10
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Small files cannot have the originals' checksums."""
+    for dataset in (datasets.CIFAR10, datasets.CIFAR100):
+        for name in ("train_list", "test_list"):
+            monkeypatch.setattr(dataset, name, [(file, None) for file, _ in getattr(dataset, name)])
+        monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": None})
+    for name in ("train_list", "test_list"):
+        monkeypatch.setattr(datasets.STL10, name, [(file, None) for file, _ in getattr(datasets.STL10, name)])
+
+
+def first_batch(module):
+    module.setup()
+    return module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
+
+
+def clean_bytes(module, batch):
+    """The clean images of a probe batch as bytes again."""
+    mean, std = (torch.tensor(x)[:, None, None] for x in (module.pipeline.mean, module.pipeline.std))
+    return ((batch.image * std + mean) * 255).round().to(torch.uint8).numpy()
+
+
+@pytest.mark.parametrize("hundred", [False, True])
+def test_cifar(tmp_path, unchecked, hundred):
+    pixels = write_cifar(tmp_path, hundred)
+    module = ImageDataModule("cifar100" if hundred else "cifar10", str(tmp_path), batch_size=8)
+    assert first_batch(module).views[0].shape == (8, 3, 32, 32)
+    assert module.num_classes == (100 if hundred else 10)
+    for loader, name in zip(module.probe_dataloaders(), ("train", "test"), strict=True):
+        (batch,) = loader
+        assert np.array_equal(clean_bytes(module, batch), pixels[name])
+        per_file = 4 if name == "train" and not hundred else len(batch.label)
+        assert batch.label.tolist() == [i % per_file % 10 for i in range(len(batch.label))]
+
+
+def test_stl10_pretrains_on_unlabelled_images_too(tmp_path, unchecked):
+    pixels = write_stl10(tmp_path)
+    module = ImageDataModule("stl10", str(tmp_path), batch_size=32)
+    batch = first_batch(module)
+    assert batch.views[0].shape == (32, 3, 96, 96)
+    assert (batch.label == -1).sum() == (batch.index >= 12).sum() > 0
+    for loader, name in zip(module.probe_dataloaders(), ("train", "test"), strict=True):
+        (probe,) = loader
+        assert np.array_equal(clean_bytes(module, probe), pixels[name])
+        assert probe.label.tolist() == [i % 10 for i in range(len(probe.label))]
+
+
+def test_fashion_mnist(tmp_path):
+    pixels = write_fashion_mnist(tmp_path)
+    module = ImageDataModule("fashion_mnist", str(tmp_path), batch_size=8, image_size=28)
+    assert first_batch(module).views[0].shape == (8, 3, 28, 28)
+    (probe,) = module.probe_dataloaders()[0]
+    assert np.array_equal(clean_bytes(module, probe), np.repeat(pixels["train"][:, None], 3, axis=1))
+    assert first_batch(ImageDataModule("fashion_mnist", str(tmp_path), batch_size=8)).views[0].shape[-1] == 32
+
+
+def test_fashion_mnist_as_shipped_by_debian(tmp_path):
+    try:
+        listing = subprocess.run(["dpkg", "-L", "dataset-fashion-mnist"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("the Debian package dataset-fashion-mnist is not installed")
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for path in listing.stdout.split():
+        if path.endswith("ubyte.gz"):
+            (raw / Path(path).name).symlink_to(path)
+    source = load("fashion_mnist", str(tmp_path))
+    assert source.train.pixels.shape == (60_000, 1, 28, 28) and source.test.pixels.shape == (10_000, 1, 28, 28)
+    assert source.train.labels.bincount().tolist() == [6000] * 10
+
+
+def test_image_folder(tmp_path):
+    write_folder(tmp_path)
+    module = ImageDataModule("image_folder", str(tmp_path), batch_size=4, image_size=24, clean_image=True)
+    batch = first_batch(module)
+    assert [view.shape for view in batch.views] == [(4, 3, 24, 24)] * 2 and batch.image.shape == (4, 3, 24, 24)
+    train, test = ([*loader] for loader in module.probe_dataloaders())
+    assert train[0].label.tolist() == [0] * 6 + [1] * 6 and test[0].label.tolist() == [0] * 3 + [1] * 3
+    assert torch.equal(train[0].image[batch.index], batch.image)
+    cached = ImageDataModule("image_folder", str(tmp_path), batch_size=4, image_size=24, in_memory=True)
+    assert first_batch(cached).views[0].shape == (4, 3, 24, 24)
+    assert cached.source.train.pixels.dtype == torch.uint8
+
+
+def test_odd_image_files_load_as_rgb(tmp_path):
+    ramp = np.linspace(0, 255, 64).round().astype(np.uint8).reshape(8, 8)
+    gray, rgb = Image.fromarray(ramp), Image.fromarray(np.stack([ramp, ramp.T, 255 - ramp], axis=-1))
+    wide = ramp.astype(np.uint16) * 257
+    cases = {
+        "gray.png": (gray, gray.convert("RGB")),
+        "rgba.png": (rgb.convert("RGBA"), rgb),
+        "palette.png": (gray.convert("P"), gray.convert("RGB")),
+        "cmyk.tif": (rgb.convert("CMYK"), rgb),
+        "wide.png": (Image.fromarray(wide), gray.convert("RGB")),
+        "wide.tif": (Image.fromarray(wide), gray.convert("RGB")),
+        "gray_alpha.png": (gray.convert("LA"), gray.convert("RGB")),
+    }
+    for name, (image, expected) in cases.items():
+        image.save(tmp_path / name)
+        pixels = decode(str(tmp_path / name)).permute(1, 2, 0).numpy()
+        assert np.array_equal(pixels, np.asarray(expected)), name
+
+
+def test_missing_root_says_what_to_put_there(tmp_path):
+    for name, layout in [("cifar10", "cifar-10-batches-py"), ("stl10", "stl10_binary"), ("fashion_mnist", "raw")]:
+        for root in (tmp_path / "nowhere", tmp_path):
+            with pytest.raises(FileNotFoundError, match=rf"(?s){root}.*{layout}.*download"):
+                ImageDataModule(name, str(root)).setup()
+    for name in ("image_folder", "imagenet"):
+        with pytest.raises(FileNotFoundError, match=r"train/"):
+            ImageDataModule(name, str(tmp_path)).setup()
+
+
+def test_empty_or_unequal_class_folders_are_named(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "train" / "class7").mkdir()
+    with pytest.raises(FileNotFoundError, match="class7"):
+        ImageDataModule("image_folder", str(tmp_path)).setup()
+    (tmp_path / "train" / "class7").rmdir()
+    (tmp_path / "test" / "class1").rename(tmp_path / "test" / "klass1")
+    with pytest.raises(FileNotFoundError, match=r"class1.*klass1"):
+        ImageDataModule("image_folder", str(tmp_path)).setup()
+
+
+def test_corrupt_files(tmp_path):
+    write_folder(tmp_path)
+    broken = tmp_path / "train" / "class0" / "2.jpg"
+    broken.write_bytes(broken.read_bytes()[:200])
+    arguments = {"root": str(tmp_path), "batch_size": 12, "image_size": 16}
+    with pytest.raises(CorruptImageError, match=r"2\.jpg.*on_corrupt"):
+        first_batch(ImageDataModule("image_folder", **arguments))
+    module = ImageDataModule("image_folder", **arguments, on_corrupt="skip")
+    with pytest.warns(UserWarning, match=r"2\.jpg"):
+        batch = first_batch(module)
+    assert sorted(batch.index.tolist()) == [0, 1, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11]  # its neighbour stands in
+    with pytest.warns(UserWarning, match=r"2\.jpg"):
+        (probe,) = module.probe_dataloaders()[0]
+    assert probe.index.tolist() == [0, 1, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+    with pytest.warns(UserWarning, match=r"2\.jpg"):
+        cached = ImageDataModule("image_folder", **{**arguments, "batch_size": 8}, on_corrupt="skip", in_memory=True)
+        assert len(cached.source.train) == 11
+
+
+def test_a_probe_needs_two_classes(tmp_path):
+    write_folder(tmp_path, classes=1)
+    module = ImageDataModule("image_folder", str(tmp_path), batch_size=2, image_size=16)
+    assert first_batch(module).views[0].shape == (2, 3, 16, 16)  # pretraining needs no classes
+    with pytest.raises(ValueError, match=r"one class only \('class0'\)"):
+        module.probe_dataloaders()
