@@ -1,7 +1,29 @@
 """Drop-in callbacks: what a self-supervised run learns, and why, at any number of ranks."""
 
+from lightning_ssl.callbacks.collapse_monitor import CollapseMonitor
+from lightning_ssl.callbacks.correlation_bound import CorrelationBound
+from lightning_ssl.callbacks.direct_predictor import DirectPredictor
+from lightning_ssl.callbacks.effective_rank import EffectiveRank
+from lightning_ssl.callbacks.eigenspace_alignment import EigenspaceAlignment
 from lightning_ssl.callbacks.knn_probe import KNNProbe
 from lightning_ssl.callbacks.linear_probe import LinearProbe
+from lightning_ssl.callbacks.predictor_reset import PredictorReset
+from lightning_ssl.callbacks.representation_circle import RepresentationCircle
+from lightning_ssl.callbacks.run_report import RunReport
+from lightning_ssl.callbacks.symmetric_predictor import SymmetricPredictor
 from lightning_ssl.callbacks.uniformity_alignment import UniformityAlignment
 
-__all__ = ["KNNProbe", "LinearProbe", "UniformityAlignment"]
+__all__ = [
+    "CollapseMonitor",
+    "CorrelationBound",
+    "DirectPredictor",
+    "EffectiveRank",
+    "EigenspaceAlignment",
+    "KNNProbe",
+    "LinearProbe",
+    "PredictorReset",
+    "RepresentationCircle",
+    "RunReport",
+    "SymmetricPredictor",
+    "UniformityAlignment",
+]

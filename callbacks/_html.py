@@ -1,0 +1,115 @@
+"""The run's report as one HTML page: curves and pictures inside it, nothing to fetch."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+History = dict[str, list[tuple[int, float]]]
+
+SECTIONS = (
+    ("Learning", "What the features are worth, and the loss.", ("loss", "linear", "knn")),
+    (
+        "Geometry",
+        "Where the features lie.",
+        ("uniformity", "alignment", "effective_rank", "l_cor", "l_bound", "circle"),
+    ),
+    ("Predictor", "Whether the predictor's eigenspaces follow the features'.", ("predictor/",)),
+    ("Operator", "The covariance operator, layer by layer.", ("cov_op",)),
+    ("Health", "Signs of collapse.", ("collapse", "std", "alive")),
+)
+STYLE = """
+:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
+h1{margin-bottom:0}h2{margin-top:2.5rem;border-bottom:1px solid #8886}p.note{color:#888;margin-top:.2rem}
+.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(20rem,1fr));gap:1rem}figure{margin:0;background:#fff;
+border:1px solid #8884;border-radius:6px;padding:.4rem}figure img,figure svg{width:100%;height:auto}figcaption{
+color:#444;font-size:.85rem;text-align:center}pre{overflow:auto;background:#8881;padding:1rem;border-radius:6px;font-size:.8rem}"""
+
+
+def page(title: str, history: History, folder: Path, how: str, steps: int) -> str:
+    """The whole page; everything that comes from the run is escaped."""
+    parts, shown = [], set()
+    for name, note, words in SECTIONS:
+        keys = [key for key in sorted(history) if key not in shown and _belongs(key, words)]
+        shown.update(keys)
+        figures = [_figure(key, curve([key], history)) for key in keys]
+        figures += _pictures(folder, words)
+        if name == "Predictor":
+            figures += [
+                _figure(f"{path.stem} over time", spectra(path)) for path in sorted(folder.glob("*_spectra.npz"))
+            ]
+        if figures:
+            parts.append(f'<h2>{name}</h2><p class="note">{note}</p><div class="grid">{"".join(figures)}</div>')
+    rest = [key for key in sorted(history) if key not in shown]
+    if rest:
+        parts.append(f'<h2>Other</h2><div class="grid">{"".join(_figure(k, curve([k], history)) for k in rest)}</div>')
+    config = folder / "config.yaml"
+    if config.is_file():
+        parts.append(f"<h2>Config</h2><pre>{html.escape(config.read_text())}</pre>")
+    versions = "\n".join(f"{name} {_version(name)}" for name in ("lightning-ssl", "lightning", "torch", "torchmetrics"))
+    parts.append(f"<h2>Versions</h2><pre>python {platform.python_version()}\n{html.escape(versions)}</pre>")
+    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
+    intro = f'<h1>{html.escape(title)}</h1><p class="note">{html.escape(how)} after {steps} steps</p>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{intro}{"".join(parts)}</body></html>\n'
+
+
+def curve(keys: list[str], history: History) -> Figure:
+    """Values over steps; a single value is a dot."""
+    figure = Figure(figsize=(4, 2.4), layout="constrained")
+    axes = figure.subplots()
+    for key in keys:
+        steps, values = zip(*history[key], strict=True)
+        axes.plot(steps, values, marker="." if len(steps) < 30 else "", lw=1.2)
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def spectra(path: Path) -> Figure:
+    """The largest eigenvalues s_j of F and the predictor's p_j over time."""
+    figure = Figure(figsize=(4, 3), layout="constrained")
+    with np.load(path) as arrays:
+        for axes, name, symbol in zip(
+            figure.subplots(2, sharex=True), ("eigenvalues", "predictor_values"), ("$s_j$", "$p_j$"), strict=True
+        ):
+            axes.plot(arrays["step"], arrays[name][:, :32], lw=0.7, alpha=0.7)
+            axes.set_ylabel(symbol)
+    axes.set_xlabel("step")
+    return figure
+
+
+def _belongs(key: str, words: tuple[str, ...]) -> bool:
+    return any(word in key for word in words)
+
+
+def _pictures(folder: Path, words: tuple[str, ...]) -> list[str]:
+    """The last picture of each kind that belongs to a section."""
+    found = []
+    for kind in sorted({path.parent for path in (folder / "pictures").rglob("*.png")}):
+        name = kind.relative_to(folder / "pictures").as_posix()
+        if _belongs(f"{name}/", (*words, *(("correlation",) if "l_cor" in words else ()))):
+            data = base64.b64encode(max(kind.glob("*.png")).read_bytes()).decode()
+            image = f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
+            found.append(f"<figure>{image}<figcaption>{html.escape(name)}</figcaption></figure>")
+    return found
+
+
+def _figure(caption: str, figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    svg = buffer.getvalue()
+    return f"<figure>{svg[svg.index('<svg') :]}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
