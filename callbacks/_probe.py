@@ -20,7 +20,7 @@ from lightning_ssl.callbacks._ranks import agree, gather_rows, is_distributed, r
 from lightning_ssl.callbacks._report import log_epoch, log_for_callbacks, log_now, logging_step, warn_once
 from lightning_ssl.callbacks._watcher import _all_ranks_evaluate, check_interval, undisturbed
 
-ProbeLoaders = Sequence[DataLoader]
+ProbeLoaders = Sequence[Any]  # of two DataLoaders
 
 _IMAGE_KEYS = ("image", "images", "img", "x", "input", "inputs", "pixel_values", "data")
 _LABEL_KEYS = ("label", "labels", "target", "targets", "y", "class")
@@ -123,7 +123,9 @@ class Probe(L.Callback):
             log_now(trainer, values, step=0)
             trainer.callback_metrics.update({key: torch.tensor(value) for key, value in values.items()})
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         n, step = self.every_n_steps, logging_step(trainer)
         if n is not None and (self._last_step is None or step // n > self._last_step // n):
             self._last_step = step
@@ -160,13 +162,11 @@ class Probe(L.Callback):
     def _probe(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> dict[str, float]:
         encoder = find_module(pl_module, self.encoder, "encoder")
         with undisturbed(pl_module.device), isolate_rng(), evaluation_mode(encoder), silence():
-            splits = [
-                self._embed(trainer, pl_module, encoder, loader, split)
-                for split, loader in zip(("train", "test"), self._loaders(trainer), strict=True)
-            ]
-            if any(split is None for split in splits):
+            train_loader, test_loader = self._loaders(trainer)
+            train = self._embed(trainer, pl_module, encoder, train_loader, "train")
+            test = None if train is None else self._embed(trainer, pl_module, encoder, test_loader, "test")
+            if train is None or test is None:
                 return {}
-            train, test = splits
             num_classes = self._num_classes(trainer, train, test)
             try:
                 values = self.evaluate(train, test, num_classes, trainer)

@@ -6,13 +6,17 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
 _warned: set[tuple[str, str]] = set()
@@ -38,7 +42,7 @@ def log_now(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
     trainer.logged_metrics.update({key: _scalar(value) for key, value in values.items()})
     row = {**values, "epoch": trainer.current_epoch}
     for logger in trainer.loggers:
-        _guarded(logger, "log_metrics", lambda logger=logger: logger.log_metrics(row, step=step))
+        _guarded(logger, "log_metrics", partial(logger.log_metrics, row, step=step))
 
 
 def log_for_callbacks(pl_module: LightningModule, values: Mapping[str, float]) -> None:
@@ -57,7 +61,7 @@ def log_epoch(pl_module: LightningModule, values: Mapping[str, float]) -> None:
 
 def run_dir(trainer: Trainer) -> Path | None:
     """Collective: the folder of this run's files; None where nothing should be written (`fast_dev_run`)."""
-    if trainer.fast_dev_run:
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     first = trainer.loggers[0] if trainer.loggers else None
     if first is None or isinstance(first, (CSVLogger, TensorBoardLogger)):
@@ -80,16 +84,16 @@ def log_figure(trainer: Trainer, folder: Path | None, key: str, draw: Callable[[
         write_file(folder / "pictures" / key / f"step_{step:08d}.png", lambda f: figure.savefig(f, format="png"))
     for logger in trainer.loggers:
         if hasattr(type(logger), "log_image"):  # W&B
-            _guarded(logger, "log_image", lambda logger=logger: _log_image(logger, key, figure, step))
+            _guarded(logger, "log_image", partial(_log_image, logger, key, figure, step))
         elif isinstance(logger, TensorBoardLogger):
-            _guarded(logger, "add_figure", lambda logger=logger: logger.experiment.add_figure(key, figure, step))
+            _guarded(logger, "add_figure", partial(_add_figure, logger, key, figure, step))
+
+
+def _add_figure(logger: TensorBoardLogger, key: str, figure: Figure, step: int) -> None:
+    logger.experiment.add_figure(key, figure, step)
 
 
 def _log_image(logger: Any, key: str, figure: Figure, step: int) -> None:
-    from io import BytesIO
-
-    from PIL import Image
-
     buffer = BytesIO()
     figure.savefig(buffer, format="png")
     with Image.open(buffer) as image:
@@ -122,6 +126,4 @@ def _guarded(logger: Any, what: str, call: Callable[[], Any]) -> None:
 
 
 def _scalar(value: float) -> Tensor:
-    import torch
-
     return torch.tensor(float(value))

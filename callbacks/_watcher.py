@@ -153,7 +153,9 @@ class Watcher(L.Callback):
             due |= self._last_epoch is None or epoch // self.every_n_epochs > self._last_epoch // self.every_n_epochs
         return due
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         step = logging_step(trainer)
         if self._is_due(step, trainer.current_epoch):
             self._last_step, self._last_epoch, self._due = step, trainer.current_epoch, step
@@ -201,7 +203,7 @@ class Watcher(L.Callback):
     ) -> tuple[bool, int]:
         try:
             return True, self.update(pl_module, calls, batch)
-        except (ValueError, RuntimeError, IndexError, TypeError) as error:
+        except Exception as error:
             warn_once(self._who, f"nothing logged at step {logging_step(trainer)}: {error}")
             return False, 0
 
@@ -220,7 +222,9 @@ class Watcher(L.Callback):
             return {}
         try:
             return {key: float(value) for key, value in self.compute(trainer, pl_module, views, stage).items()}
-        except (ValueError, torch.linalg.LinAlgError) as error:  # the same on all ranks: after the reduction
+        except torch.distributed.DistError:
+            raise
+        except Exception as error:  # the same on all ranks: after the reduction
             warn_once(self._who, f"nothing logged at step {logging_step(trainer)}: {error}")
             return {}
 
@@ -282,7 +286,7 @@ class FeatureWatcher(Watcher):
             return
         if not self._recorder.attached:
             self._attach(pl_module)
-        if not trainer.state.fn == "fit":
+        if trainer.state.fn != "fit":
             self.folder = run_dir(trainer)
         self._eval_ok, self._eval_views = True, 0
         with undisturbed(pl_module.device):
@@ -301,11 +305,14 @@ class FeatureWatcher(Watcher):
         with undisturbed(pl_module.device):
             try:
                 rows = [as_rows(call.output) for call in calls.get(self.features, []) if call.output is not None]
-                views = [view[: rows_not_padded(trainer, batch_idx, len(view))] for view in split_views(rows, batch, self.views)]
+                views = [
+                    view[: rows_not_padded(trainer, batch_idx, len(view))]
+                    for view in split_views(rows, batch, self.views)
+                ]
                 if views and len(views[0]):
                     self.take(views)
                     self._eval_views = max(self._eval_views, len(views))
-            except (ValueError, RuntimeError) as error:
+            except Exception as error:
                 self._eval_ok = False
                 warn_once(self._who, f"held-out features are not logged: {error}")
 

@@ -45,7 +45,6 @@ class UniformityAlignment(FeatureWatcher):
         super().__init__(features, views, every_n_steps, every_n_epochs, held_out, name)
         self.alpha, self.t = alpha, t
         Alignment(alpha=alpha), Uniformity(t=t)  # refuse bad values here and now
-        self._synced, self._device = False, None
 
     def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._synced, self._device = is_distributed(trainer), pl_module.device

@@ -1,0 +1,128 @@
+"""A verdict on collapse while there is time to stop."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_ssl.callbacks._spread import Spread
+from lightning_ssl.callbacks._watcher import FeatureWatcher
+
+
+class Verdict(IntEnum):
+    HEALTHY = 0
+    DIMENSIONAL = 1
+    COMPLETE = 2
+
+
+class CollapseMonitor(FeatureWatcher):
+    r"""Warns when the features collapse, to a point or into a few dimensions.
+
+    Watches the projector, which is what the loss sees: a BatchNorm backbone keeps its own features spread even while
+    they collapse behind it. Logs ``collapse/verdict`` (0 healthy, 1 dimensional, 2 complete), ``collapse/std`` (the
+    mean standard deviation of the l2-normalised features in units of :math:`1/\sqrt d`: 1 spread, 0 collapsed) and
+    ``collapse/rank`` (effective rank of the centred normalised features, as a share of what the batch allows).
+
+    Complete collapse: `std` below `complete`. Dimensional collapse: `rank` below `dimensional`. Either has to hold
+    for `patience` observations in a row without recovering, so that a network that starts narrow and opens up is not
+    accused; the first observation is the untrained baseline.
+
+    Args:
+        features: dotted path of the submodule whose outputs are watched.
+        complete: the deviation below which features count as one point.
+        dimensional: the share of the possible rank below which features count as flat.
+        patience: observations in a row before the verdict turns.
+        stop: end training (`trainer.should_stop`) at complete collapse.
+        views: how many views a step holds, where calls and batch size do not tell.
+        every_n_steps: look every that many training steps, the first included.
+        every_n_epochs: look at the first step of every that many epochs.
+        name: keeps several instances apart: ``collapse/<name>/verdict``.
+    """
+
+    def __init__(
+        self,
+        features: str = "projector",
+        complete: float = 0.3,
+        dimensional: float = 0.05,
+        patience: int = 3,
+        stop: bool = False,
+        views: int | None = None,
+        every_n_steps: int | None = 5,
+        every_n_epochs: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(features, views, every_n_steps, every_n_epochs, held_out=False, name=name)
+        if not 0 < complete < 1 or not 0 < dimensional < 1:
+            raise ValueError(f"`complete` and `dimensional` must lie in (0, 1), got {complete} and {dimensional}")
+        if patience < 1:
+            raise ValueError(f"`patience` must be at least 1, got {patience}")
+        self.complete, self.dimensional, self.patience, self.stop = complete, dimensional, patience, stop
+        self.verdict = self._announced = Verdict.HEALTHY
+        self._recent: list[tuple[int, float, float]] = []  # suspicion, std and rank of the last observations
+
+    def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._spread = Spread(trainer, pl_module)
+
+    def take(self, views: list[Tensor]) -> None:
+        for view in views:
+            self._spread.update(view)
+
+    def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
+        values = self._spread.compute()
+        rank = values.centred_rank / max(1, min(values.dim, values.rows - 1))
+        self._judge(values.std, rank)
+        return {
+            self.key("collapse", "verdict"): float(self.verdict),
+            self.key("collapse", "std"): values.std,
+            self.key("collapse", "rank"): rank,
+        }
+
+    def _judge(self, std: float, rank: float) -> None:
+        suspicion = Verdict.COMPLETE if std < self.complete else Verdict.DIMENSIONAL if rank < self.dimensional else 0
+        self._recent = [*self._recent, (int(suspicion), std, rank)][-self.patience :]
+        if not suspicion:
+            self.verdict = Verdict.HEALTHY
+            return
+        if len(self._recent) < self.patience or not all(kind for kind, *_ in self._recent):
+            return
+        # Opening up again by a tenth within the last observations: a slow start, not a collapse.
+        quantity = 1 if suspicion == Verdict.COMPLETE else 2
+        if self._recent[-1][quantity] <= 1.1 * min(seen[quantity] for seen in self._recent[:-1] or self._recent):
+            self.verdict = Verdict(suspicion)
+
+    def report(self, trainer: L.Trainer, step: int, stage: str) -> None:
+        if self.verdict == self._announced:
+            return
+        self._announced = self.verdict
+        _, std, rank = self._recent[-1]
+        where = f"at step {step} (epoch {trainer.current_epoch})"
+        if self.verdict == Verdict.COMPLETE:
+            rank_zero_warn(
+                f"complete collapse of {self.features!r} {where}: all features lie within {std:.2g} of one point "
+                "(1 is spread over the sphere); look for a missing predictor, stop-gradient or negatives"
+            )
+        elif self.verdict == Verdict.DIMENSIONAL:
+            rank_zero_warn(
+                f"dimensional collapse of {self.features!r} {where}: the features use {100 * rank:.1f}% of the "
+                "dimensions there are; compare train/effective_rank and predictor/eigenvalue_min"
+            )
+        if self.stop and self.verdict == Verdict.COMPLETE:
+            trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        recent = [list(seen) for seen in self._recent]
+        return {
+            **super().state_dict(),
+            "verdict": int(self.verdict),
+            "announced": int(self._announced),
+            "recent": recent,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.verdict, self._announced = Verdict(state_dict["verdict"]), Verdict(state_dict["announced"])
+        self._recent = [(int(kind), std, rank) for kind, std, rank in state_dict["recent"]]

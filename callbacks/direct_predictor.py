@@ -1,0 +1,97 @@
+"""Sets any module's linear predictor from the second moment of its inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+
+from lightning_ssl.callbacks._action import PredictorAction
+from lightning_ssl.callbacks._capture import Recorder, as_rows
+from lightning_ssl.callbacks._ranks import agree
+from lightning_ssl.callbacks._report import warn_once
+from lightning_ssl.nn.predictor_actions import DirectPredictorUpdate, linear_of
+
+
+class DirectPredictor(PredictorAction):
+    r"""DirectPred for any module (Eqs. 18-19): after each optimizer step the predictor is set from F.
+
+    :math:`\hat F \leftarrow \rho \hat F + (1 - \rho) E[f f^T]` over all rows that entered the predictor with gradients
+    on all ranks, and :math:`W = U \mathrm{diag}(\sqrt{s_j / s_{max}} + \varepsilon) U^T`.
+
+    Args:
+        predictor: dotted path of a predictor with one square linear layer.
+        rho: weight of the past in the moving average.
+        eps: the boost of small eigenvalues, relative to the largest.
+        freq: set the predictor every that many steps; in between its optimizer trains it.
+        shift: the constant c of Table 7, relative to the largest eigenvalue.
+        partitions: random hyperplanes; the mean of the predictors of each side of each is taken.
+        seed: seed of the hyperplanes.
+    """
+
+    def __init__(
+        self,
+        predictor: str = "predictor",
+        rho: float = 0.3,
+        eps: float = 0.1,
+        freq: int = 1,
+        shift: float = 0.0,
+        partitions: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(predictor)
+        self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
+        self.partitions, self.seed = partitions, seed
+        self._update = DirectPredictorUpdate(rho, eps, freq, shift, partitions, seed=seed)
+        self._recorder = Recorder(inputs=True, outputs=False)
+        self._seen = 0
+
+    def check(self, predictor: nn.Module) -> None:
+        linear_of(predictor, "DirectPred")
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._recorder.attach({self.predictor: self.find(pl_module)})
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._recorder.detach()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._recorder.detach()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._recorder.start(grad_only=True)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        self._recorder.pause()
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._recorder.resume()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for entered, _ in self._recorder.stop().get(self.predictor, []):
+            if entered is not None and len(entered):
+                self._update.update(as_rows(entered))
+                self._seen += 1
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def act(self, trainer: L.Trainer, predictor: nn.Module) -> None:
+        seen, _ = agree(trainer, self._seen > 0)
+        self._seen = 0
+        if not seen:
+            warn_once(type(self).__name__, f"{self.predictor!r} was not called with gradients on every rank: not set")
+            return
+        with torch.no_grad():
+            self._update.step(predictor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._update.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._update.load_state_dict(state_dict)
