@@ -25,16 +25,16 @@ class CollapseMonitor(FeatureWatcher):
     Watches the projector, which is what the loss sees: a BatchNorm backbone keeps its own features spread even while
     they collapse behind it. Logs ``collapse/verdict`` (0 healthy, 1 dimensional, 2 complete), ``collapse/std`` (the
     mean standard deviation of the l2-normalised features in units of :math:`1/\sqrt d`: 1 spread, 0 collapsed) and
-    ``collapse/rank`` (effective rank of the centred normalised features, as a share of what the batch allows).
+    ``collapse/rank`` (effective rank of the centred normalised features).
 
-    Complete collapse: `std` below `complete`. Dimensional collapse: `rank` below `dimensional`. Either has to hold
-    for `patience` observations in a row without recovering, so that a network that starts narrow and opens up is not
-    accused; the first observation is the untrained baseline.
+    Complete collapse: `std` below `complete`, and below half of where the network started: one without normalisation
+    layers may start narrow and open up. Dimensional collapse: `rank` below `dimensional`. Either has to hold for
+    `patience` observations in a row without recovering.
 
     Args:
         features: dotted path of the submodule whose outputs are watched.
         complete: the deviation below which features count as one point.
-        dimensional: the share of the possible rank below which features count as flat.
+        dimensional: the effective rank below which features count as flat (half the dimension, where that is less).
         patience: observations in a row before the verdict turns.
         stop: end training (`trainer.should_stop`) at complete collapse.
         views: how many views a step holds, where calls and batch size do not tell.
@@ -46,8 +46,8 @@ class CollapseMonitor(FeatureWatcher):
     def __init__(
         self,
         features: str = "projector",
-        complete: float = 0.3,
-        dimensional: float = 0.05,
+        complete: float = 0.2,
+        dimensional: float = 3.0,
         patience: int = 3,
         stop: bool = False,
         views: int | None = None,
@@ -56,12 +56,15 @@ class CollapseMonitor(FeatureWatcher):
         name: str | None = None,
     ) -> None:
         super().__init__(features, views, every_n_steps, every_n_epochs, held_out=False, name=name)
-        if not 0 < complete < 1 or not 0 < dimensional < 1:
-            raise ValueError(f"`complete` and `dimensional` must lie in (0, 1), got {complete} and {dimensional}")
+        if not 0 < complete < 1:
+            raise ValueError(f"`complete` must lie in (0, 1), got {complete}")
+        if not dimensional > 1:
+            raise ValueError(f"`dimensional` must be above 1, the least effective rank there is, got {dimensional}")
         if patience < 1:
             raise ValueError(f"`patience` must be at least 1, got {patience}")
         self.complete, self.dimensional, self.patience, self.stop = complete, dimensional, patience, stop
         self.verdict = self._announced = Verdict.HEALTHY
+        self._baseline: float | None = None
         self._recent: list[tuple[int, float, float]] = []  # suspicion, std and rank of the last observations
 
     def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -73,16 +76,19 @@ class CollapseMonitor(FeatureWatcher):
 
     def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
         values = self._spread.compute()
-        rank = values.centred_rank / max(1, min(values.dim, values.rows - 1))
-        self._judge(values.std, rank)
+        rank = values.centred_rank
+        self._judge(values.std, rank, values.dim)
         return {
             self.key("collapse", "verdict"): float(self.verdict),
             self.key("collapse", "std"): values.std,
             self.key("collapse", "rank"): rank,
         }
 
-    def _judge(self, std: float, rank: float) -> None:
-        suspicion = Verdict.COMPLETE if std < self.complete else Verdict.DIMENSIONAL if rank < self.dimensional else 0
+    def _judge(self, std: float, rank: float, dim: int) -> None:
+        self._baseline = std if self._baseline is None else self._baseline
+        point = std < max(min(self.complete, self._baseline / 2), self.complete / 20)
+        flat = rank < min(self.dimensional, dim / 2)
+        suspicion = Verdict.COMPLETE if point else Verdict.DIMENSIONAL if flat else Verdict.HEALTHY
         self._recent = [*self._recent, (int(suspicion), std, rank)][-self.patience :]
         if not suspicion:
             self.verdict = Verdict.HEALTHY
@@ -107,8 +113,8 @@ class CollapseMonitor(FeatureWatcher):
             )
         elif self.verdict == Verdict.DIMENSIONAL:
             rank_zero_warn(
-                f"dimensional collapse of {self.features!r} {where}: the features use {100 * rank:.1f}% of the "
-                "dimensions there are; compare train/effective_rank and predictor/eigenvalue_min"
+                f"dimensional collapse of {self.features!r} {where}: the effective rank fell to {rank:.2g}; "
+                "compare train/effective_rank and predictor/eigenvalue_min"
             )
         if self.stop and self.verdict == Verdict.COMPLETE:
             trainer.should_stop = True
@@ -119,10 +125,12 @@ class CollapseMonitor(FeatureWatcher):
             **super().state_dict(),
             "verdict": int(self.verdict),
             "announced": int(self._announced),
+            "baseline": self._baseline,
             "recent": recent,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.verdict, self._announced = Verdict(state_dict["verdict"]), Verdict(state_dict["announced"])
+        self._baseline = state_dict["baseline"]
         self._recent = [(int(kind), std, rank) for kind, std, rank in state_dict["recent"]]
