@@ -52,7 +52,7 @@ class Method(L.LightningModule):
         means = all_reduce_sum(torch.stack([v.detach().float() for v in values.values()])) / world_size()
         if not means.isfinite().all():
             inputs = [*((f"views[{i}]", x) for i, x in enumerate(batch.views)), ("image", batch.image)]
-            culprit = first_non_finite(self, inputs, lambda: self.losses(batch))
+            culprit = first_non_finite(self, inputs, lambda: self._run_networks(batch))
             raise FloatingPointError(
                 f"non-finite loss at step {self.global_step} (epoch {self.current_epoch}): the first non-finite "
                 f"quantity is {culprit}; no weight was changed by this step. Lower the learning rate, clip gradients "
@@ -84,6 +84,15 @@ class Method(L.LightningModule):
             return values
         weight = rank_weight(len(batch.views[0]), batch.views[0].device)
         return {name: value * weight for name, value in values.items()}
+
+    def _run_networks(self, batch: Any) -> None:
+        """All networks on all views, without the loss."""
+        for x in batch.views:
+            z = self.project(x)
+            if hasattr(self, "predictor"):
+                self.predictor(z)
+            if hasattr(self, "target"):
+                self.target(x)
 
     # --- optimizer ---
 

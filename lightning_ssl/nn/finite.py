@@ -16,15 +16,14 @@ def first_non_finite(model: nn.Module, inputs: Iterable[tuple[str, Tensor | None
     Args:
         model: The model that computed it.
         inputs: Named inputs.
-        run: Repeats the computation.
+        run: Repeats the computation; must hold no collective, as ranks may find their answer before it.
     """
     for name, tensor in inputs:
         if tensor is not None and not tensor.isfinite().all():
             return f"the input {name}"
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in tensors:
-            if not tensor.isfinite().all():
-                return f"the {kind} {name}"
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            return f"the parameter {name}"
     found: list[str] = []
 
     def hook(name: str) -> Callable[..., None]:
@@ -41,4 +40,4 @@ def first_non_finite(model: nn.Module, inputs: Iterable[tuple[str, Tensor | None
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "the loss itself"
+    return found[0] if found else "the loss itself, or something on another rank"

@@ -83,8 +83,9 @@ def loader(number=4, **options):
     return DataLoader(Batches(number, **options), batch_size=None)
 
 
-def fit(model, batches=4, val=0, image=True, rows=8, **options):
+def fit(model, batches=4, val=0, image=True, rows=8, ckpt_path=None, **options):
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **options}
     trainer = L.Trainer(accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, **options)
-    trainer.fit(model, loader(batches, image=image, rows=rows), loader(val, image=image, rows=rows) if val else None)
+    held_out = loader(val, image=image, rows=rows) if val else None
+    trainer.fit(model, loader(batches, image=image, rows=rows), held_out, ckpt_path=ckpt_path)
     return trainer
