@@ -15,7 +15,7 @@ __all__ = ["Operators", "batchnorm_correction", "byol_update", "connections", "o
 
 
 def connections(inputs: Tensor, jacobians: Tensor) -> Tensor:
-    """K = f (x) J^T of f ``[samples, views, n_in]`` and J ``[samples, views, outputs, n_out]`` (vec is column-major)."""
+    """K = f (x) J^T of f ``[samples, views, n_in]`` and J ``[samples, views, outputs, n_out]``; vec is column-major."""
     return torch.einsum("xvk,xvau->xvkua", inputs, jacobians).flatten(2, 3)
 
 

@@ -321,7 +321,9 @@ def critical_weight_decay(tau: float = 1.0, sigma2: float = 0.0) -> float:
 
 
 def fixed_points(eta: float, tau: float = 1.0, sigma2: float = 0.0, alpha_p: float = 1.0) -> list[FixedPoint]:
-    r"""Fixed points with weight decay: 0 and :math:`p_\pm = (\tau \pm \sqrt{\tau^2 - 4 \eta (1+\sigma^2)}) / (2 (1+\sigma^2))`.
+    r"""Fixed points with weight decay: 0 and, below the critical decay, two more.
+
+    .. math:: p_\pm = \frac{\tau \pm \sqrt{\tau^2 - 4 \eta (1 + \sigma^2)}}{2 (1 + \sigma^2)}
 
     Each lies on the invariant parabola s = p^2 / alpha_p. Returned in increasing p. Mode j collapses from below the
     saddle p_-, whose stable manifold (:func:`separatrix`) bounds the basin. Without weight decay fixed points are
@@ -330,8 +332,8 @@ def fixed_points(eta: float, tau: float = 1.0, sigma2: float = 0.0, alpha_p: flo
     _check_rates(alpha_p=alpha_p, eta=eta)
     if eta == 0:
         raise ValueError(
-            f"eta={eta} has no isolated fixed points: s=0 with any p, and p={tau / (1 + sigma2):.4g} with any s, are fixed. "
-            "Pass eta > 0."
+            f"eta={eta} has no isolated fixed points: s=0 with any p, and p={tau / (1 + sigma2):.4g} with any s, "
+            "are fixed. Pass eta > 0."
         )
     d = 1 + sigma2
     values = [0.0]

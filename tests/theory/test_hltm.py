@@ -26,7 +26,7 @@ def leaf_law(tree: HLTM, run: int, root: int) -> tuple[torch.Tensor, torch.Tenso
     prob = torch.zeros(len(patterns), dtype=D)
     hidden = sum(sizes[:-1])
     for bits in itertools.product([0, 1], repeat=hidden):
-        levels = [torch.tensor([root])] + list(torch.tensor(bits, dtype=torch.long).split(sizes[:-1]))
+        levels = [torch.tensor([root]), *list(torch.tensor(bits, dtype=torch.long).split(sizes[:-1]))]
         p = torch.ones((), dtype=D)
         for level in range(1, tree.depth):
             same = levels[level] == levels[level - 1].repeat_interleave(tree.branching)
@@ -151,10 +151,7 @@ def test_theorem_6_against_enumeration_and_sampling(latent: str, values: str) ->
     for root in (0, 1):
         patterns, prob = leaf_law(tree, 0, root)
         x = tree.observe(patterns.T[None].to(torch.uint8), values, D)
-        if level == 2:
-            f = x[0, 2:4]
-        else:
-            f = network.preactivations(x)[2][0, :2].relu().flatten(0, 1).detach()
+        f = x[0, 2:4] if level == 2 else network.preactivations(x)[2][0, :2].relu().flatten(0, 1).detach()
         means.append(f @ prob)
     gap = means[1] - means[0]
     exact = (1 - 0.4**2) / 4 * gap[:, None] * gap[None, :]

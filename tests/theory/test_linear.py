@@ -272,7 +272,7 @@ def test_theorem_9() -> None:
 
 def test_refuses_bad_input() -> None:
     eye = torch.eye(2)
-    with pytest.raises(ValueError, match="eta=-0.1 must be >= 0"):
+    with pytest.raises(ValueError, match=r"eta=-0\.1 must be >= 0"):
         LinearDynamics(eye, eye, eta=-0.1)
     with pytest.raises(ValueError, match="alpha_p=0"):
         ModeDynamics(alpha_p=0.0)

@@ -25,6 +25,12 @@ class Experiment(NamedTuple):
 EXPERIMENTS = {
     "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (7, 7)),
     "covop-growth": Experiment("trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (10, 60)),
+    "two-layer": Experiment("clusters:two_layer", "DDN-v1 Figs 7-8: two-layer networks on ten Gaussians", (1.5, 1.5)),
+    "phase-portraits": Experiment("dynamics:phase_portraits", "DirectPred Figs 3, 4, 10: where the modes go", (0.5, 2)),
+    "ema-weight-decay": Experiment("dynamics:ema_weight_decay", "DirectPred Fig 5: roles of eta and beta", (0.2, 0.5)),
+    "ema-assumption": Experiment("dynamics:ema_assumption", "DirectPred Fig 7: W_a is proportional to W", (1, 4)),
+    "symmetry": Experiment("dynamics:symmetry", "DirectPred Fig 8: W_p becomes symmetric", (0.5, 2)),
+    "commutator": Experiment("dynamics:commutator", "DirectPred Fig 9: the commutator of F and W_p", (0.5, 2)),
 }
 
 

@@ -46,7 +46,7 @@ TABLE6: dict[str, dict[float, tuple[tuple[float, float], ...]]] = {
 
 
 def train_grid(run: Run, key: str, depth: int, width: int, seeds: int, epochs: int, measure: Any, work: int) -> Any:
-    """Train 3 polarities x seeds at once; ``measure(network, tree, epoch)`` -> dict of [runs], kept after each epoch."""
+    """Train 3 polarities x seeds at once; ``measure(network, tree, epoch)`` -> dict of [runs]; all is kept each epoch."""
     tree = hltm.HLTM(depth, [low for low in LOWERS for _ in range(seeds)], runs=3 * seeds, seed=run.seed)
     network = hltm.HLTMNetwork(depth, width, 3 * seeds, seed=run.seed + 1)
     state = run.load(key)
@@ -108,7 +108,7 @@ def table6(run: Run) -> Report:
         ),
         *[
             (
-                f"N={w}: training raises the root's correlation: {curves[w][0].mean():.2f} to {curves[w][-1].mean():.2f}",
+                f"N={w}: training raises the root's: {curves[w][0].mean():.2f} to {curves[w][-1].mean():.2f}",
                 bool(curves[w][-1].mean() > curves[w][0].mean()),
             )
             for w in (2, 10)
