@@ -111,7 +111,7 @@ class HLTM:
 
     @classmethod
     def from_polarities(cls, polarities: Sequence[Tensor], root_polarity: float = 0.0) -> HLTM:
-        """A binary symmetric tree of given polarities, a tensor ``[runs, branching ** level]`` for each level from 1."""
+        """A binary symmetric tree of given polarities, ``[runs, branching ** level]`` for each level from 1."""
         if not polarities:
             raise ValueError("polarities is empty: give one tensor for each level below the root (depth >= 1).")
         polarities = [p.to(torch.float64) for p in polarities]

@@ -360,7 +360,7 @@ def _root_probability(tree: HLTM, like: Tensor) -> Tensor:
 def selectivity(
     network: HLTMNetwork, tree: HLTM, latent: str, generator: torch.Generator, samples: int = 16_384, values: str = "01"
 ) -> Tensor:
-    r"""s_k = (E[f_k | z=1] - E[f_k | z=0]) / 2 of a binary latent's units, ``[runs, width]``; of a leaf ``[runs, 1]``."""
+    r"""s_k = (E[f_k | z=1] - E[f_k | z=0]) / 2 of a binary latent's units, ``[runs, width]`` (leaf: ``[runs, 1]``)."""
     level, index = latent_position(latent, tree.branching)
     levels = tree.sample(samples, generator)
     x = tree.observe(levels[-1], values, network.weight[0].dtype)

@@ -31,7 +31,11 @@ EXPERIMENTS = {
     "ema-assumption": Experiment("dynamics:ema_assumption", "DirectPred Fig 7: W_a is proportional to W", (1, 4)),
     "symmetry": Experiment("dynamics:symmetry", "DirectPred Fig 8: W_p becomes symmetric", (0.5, 2)),
     "commutator": Experiment("dynamics:commutator", "DirectPred Fig 9: the commutator of F and W_p", (0.5, 2)),
+    "overlay": Experiment("overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.5, 0.5)),
 }
+
+
+OVERLAY_OPTIONS = ("lr", "sgd_momentum", "momentum", "weight_decay", "predictor_weight_decay", "alpha_p", "sigma2")
 
 
 def reproduce(name: str, full: bool = False, out: str | Path = "reproduction", seed: int = 0, **options: Any) -> str:
@@ -66,8 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="the published size rather than the default one")
     parser.add_argument("--out", default="reproduction", help="folder for results; an interrupted run resumes there")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--run", metavar="LOGDIR", help="log folder of a run, for `overlay`")
     parser.add_argument("--epochs", type=int, help="fewer epochs than published, for `table6`")
+    group = parser.add_argument_group("overlay", "a run's log folder; the rest is read from its config unless given")
+    group.add_argument("--run", metavar="LOGDIR")
+    for name in OVERLAY_OPTIONS:
+        group.add_argument(f"--{name}", type=float)
     args = parser.parse_args(argv)
     if args.list:
         width = max(map(len, EXPERIMENTS))
@@ -80,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.name in EXPERIMENTS:
         minutes = EXPERIMENTS[args.name].minutes[args.full]
         print(f"{args.name}: about {minutes:g} min on 2 cores; results in {args.out}", flush=True)
-    options = {key: value for key in ("run", "epochs") if (value := getattr(args, key)) is not None}
+    names = ("run", "epochs", *OVERLAY_OPTIONS)
+    options = {key: value for key in names if (value := getattr(args, key)) is not None}
     try:
         print(reproduce(args.name, args.full, args.out, args.seed, **options))
     except ValueError as error:

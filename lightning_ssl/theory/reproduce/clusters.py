@@ -45,8 +45,15 @@ def two_layer(run: Run) -> Report:
         diverged[loss] = gone.any(0)
         when = gone.float().argmax(0)[diverged[loss]].float() * every
         end = norm[-1].nan_to_num(float("inf")).median().item()
-        growth.rows.append((loss, f"{norm[0].median():.2f}", f"{end:.3g}", f"{int(diverged[loss].sum())} of {runs}",
-                            f"{when.median():.0f}" if len(when) else "-"))  # fmt: skip
+        growth.rows.append(
+            (
+                loss,
+                f"{norm[0].median():.2f}",
+                f"{end:.3g}",
+                f"{int(diverged[loss].sum())} of {runs}",
+                f"{when.median():.0f}" if len(when) else "-",
+            )
+        )
     norm = results["simple", False]["norms"][:, 1]
     convex = _super_exponential(norm)
     nce = results["nce", False]["norms"][:, 1]
@@ -68,16 +75,16 @@ def two_layer(run: Run) -> Report:
         )
     claims = [
         (
-            f"L_simp without normalisation blows up in every run: {int(diverged['simple'].sum())} of {runs}",
+            f"L_simp, not normalised, blows up in every run: {int(diverged['simple'].sum())} of {runs}",
             bool(diverged["simple"].all()),
-        ),  # fmt: skip
+        ),
         (f"and faster than exponentially: log norm convex in {convex} of {runs} runs", convex == runs),
         (f"L_nce stays stable: no run diverges, median growth x{ratio:.2f}", not diverged["nce"].any()),
         *[
             (
-                f"with normalisation, L_{loss}: units of 1-2 clusters have larger |w_2j| than the others: {few:.3f} > {many:.3f}",
+                f"L_{loss}, normalised: units of 1-2 clusters have the larger |w_2j|: {few:.3f} > {many:.3f}",
                 few > many,
-            )  # fmt: skip
+            )
             for loss, (few, many) in few_many.items()
         ],
     ]

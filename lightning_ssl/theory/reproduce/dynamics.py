@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -42,14 +43,23 @@ def phase_portraits(run: Run) -> Report:
     free_p, free_s = paths[0.0][:, -1]
     above = s0 > p0.square()
     ends = free_p[above]
-    table.rows.append((0.0, "p at the end, starts above the parabola", f"{ends.mean():.6f}", f"{tau / (1 + sigma2):.6f}",
-                       f"{(ends - tau / (1 + sigma2)).abs().max():.1e}"))  # fmt: skip
+    table.rows.append(
+        (
+            0.0,
+            "p at the end, starts above the parabola",
+            f"{ends.mean():.6f}",
+            f"{tau / (1 + sigma2):.6f}",
+            f"{(ends - tau / (1 + sigma2)).abs().max():.1e}",
+        )
+    )
     drift = ((free_s - free_p.square()) - (s0 - p0.square())).abs().max().item()
     table.rows.append((0.0, "drift of s - p^2", f"{drift:.1e}", "0", f"{drift:.1e}"))
-    claims.append((
-        f"no decay: starts above the parabola avoid collapse and end at p = tau/(1+sigma^2) ({len(ends)} starts)",
-        bool((ends - 1).abs().max() < 1e-4),
-    ))  # fmt: skip
+    claims.append(
+        (
+            f"no decay: starts above the parabola avoid collapse and end at p = tau/(1+sigma^2) ({len(ends)} starts)",
+            bool((ends - 1).abs().max() < 1e-4),
+        )
+    )
 
     zero, saddle, stable = linear.fixed_points(0.01, tau, sigma2)
     weak_p, weak_s = paths[0.01][:, -1]
@@ -62,27 +72,33 @@ def phase_portraits(run: Run) -> Report:
         table.rows.append((0.01, name, f"{value:.6f}", f"{closed:.6f}", f"{abs(value - closed):.1e}"))
     boundary = linear.separatrix(0.01, tau, sigma2)
     table.rows.append((0.01, "saddle p_- (basin boundary on the parabola)", f"{saddle.p:.6f}", f"{saddle.p:.6f}", "0"))
-    claims.append((
-        f"weak decay: two stable points, {int(survived.sum())} of {len(survived)} starts survive",
-        bool(survived.any() and (weak_p[survived] - stable.p).abs().max() < 1e-3),
-    ))  # fmt: skip
+    claims.append(
+        (
+            f"weak decay: two stable points, {int(survived.sum())} of {len(survived)} starts survive",
+            bool(survived.any() and (weak_p[survived] - stable.p).abs().max() < 1e-3),
+        )
+    )
     strong_s = paths[1.0][1, -1].max().item()
-    claims.append((
-        f"strong decay (eta = 1 > {linear.critical_weight_decay(tau, sigma2)}): every start collapses, max s {strong_s:.1e}",
-        strong_s < 1e-6,
-    ))  # fmt: skip
+    claims.append(
+        (
+            f"strong decay (eta = 1 > {linear.critical_weight_decay(tau, sigma2)}): all collapse, s {strong_s:.0e}",
+            strong_s < 1e-6,
+        )
+    )
 
     figure4 = Table("Fixed points of p on the parabola (Fig 4)", ["eta", "p*", "stable", "eigenvalues of the flow"])
     for eta in (0.01, 0.1, 0.2, 0.3):
         for f in linear.fixed_points(eta, tau, sigma2):
-            figure4.rows.append((eta, f"{f.p:.4f}", "yes" if f.stable else "no", f"{f.eigenvalues[0]:.3f}, {f.eigenvalues[1]:.3f}"))  # fmt: skip
+            figure4.rows.append(
+                (eta, f"{f.p:.4f}", "yes" if f.stable else "no", f"{f.eigenvalues[0]:.3f}, {f.eigenvalues[1]:.3f}")
+            )
 
     tied = ModeDynamics(1.0, 0.5, 1.0, 1.0)  # Fig 10: lambda_s 1, lambda_d 1/2
 
     def figure10() -> dict[str, Tensor]:
         one = torch.tensor([0.05, 0.3, 1.2], dtype=D)
         target = torch.tensor([1.0, 0.1, 0.6], dtype=D)
-        w, w_p, w_a = linear.integrate(lambda y: tied.triplet_field(*y), (one, one, target), [0.0, 500.0])
+        w, _, w_a = linear.integrate(lambda y: tied.triplet_field(*y), (one, one, target), [0.0, 500.0])
         eye = torch.ones(1, 1, dtype=D)
         without = LinearDynamics(0.5 * eye, 0.5 * eye, 1.0, 1.0, train_predictor=False).solve(eye, eye, [0.0, 100.0])
         a, b = torch.tensor([0.4, 1.5, 0.1], dtype=D), torch.tensor([0.1, 0.3, 0.8], dtype=D)
@@ -138,7 +154,7 @@ def ema_weight_decay(run: Run) -> Report:
     run.start(10)
     paths: dict[tuple[float, float | None], Tensor] = {}
     table = Table(
-        "One mode on the invariant parabola from p = 0.3, W_a(0) = 0; beta none: no EMA. K: its least eigenvalue over time",
+        "One mode on the invariant parabola from p = 0.3 with W_a(0) = 0 (beta none: no EMA); least eigenvalue of K",
         ["sweep", "eta", "beta", "least K", "p end", "s end", "steps to half of p's end"],
     )
     summary: dict[str, list[tuple[float, float, float]]] = {"eta": [], "beta": []}
@@ -155,8 +171,17 @@ def ema_weight_decay(run: Run) -> Report:
             k = (1 + sigma2) * (s / 2 + p.square()) - tau * p + 1.5 * eta
             risen = (p > 0.3 + 0.5 * (p[-1] - 0.3)).nonzero()
             half = times[risen[0, 0]].item() / STEP if len(risen) and p[-1] > 0.5 else float("nan")
-            table.rows.append((name, eta, "none" if beta is None else beta, f"{k.min():.4f}", f"{p[-1]:.4f}",
-                               f"{s[-1]:.4f}", f"{half:.0f}"))  # fmt: skip
+            table.rows.append(
+                (
+                    name,
+                    eta,
+                    "none" if beta is None else beta,
+                    f"{k.min():.4f}",
+                    f"{p[-1]:.4f}",
+                    f"{s[-1]:.4f}",
+                    f"{half:.0f}",
+                )
+            )
             summary[name].append((k.min().item(), p[-1].item(), half))
     least, final, _ = zip(*summary["eta"], strict=True)
     claims = [
@@ -169,7 +194,7 @@ def ema_weight_decay(run: Run) -> Report:
         (
             "a smaller beta raises the least eigenvalue of K: " + ", ".join(f"{v:.3f}" for v in least),
             _rising([-v for v in least]),
-        ),  # fmt: skip
+        ),
         ("and trains more slowly, steps to half: " + ", ".join(f"{v:.0f}" for v in half), _rising([-v for v in half])),
     ]
 
@@ -215,8 +240,8 @@ def ema_assumption(run: Run) -> Report:
 
             curves[eta, gamma] = run.stage(f"eta{eta:g}-gamma{gamma:g}", runs, compute)
     table = Table(
-        f"Normalised correlation of W_a and W, {n} x {n}, mean ± sd of {runs} runs. Published: about 0.9 or more, also at "
-        "gamma_a = 0.996 and large eta",
+        f"Normalised correlation of W_a and W, {n} x {n}, mean ± sd of {runs} runs. Published: about 0.9 or more, "
+        "also at gamma_a = 0.996 and large eta",
         ["eta", "gamma_a", "least mean over time", "at the end"],
     )
     claims: list[tuple[str, bool]] = []
@@ -266,9 +291,11 @@ def symmetry(run: Run) -> Report:
     dead = [key for key, c in curves.items() if c[0, -1] < 1e-2 * c[0, 0]]
     claims = [
         (f"|B| vanishes in every setting: at most {worst:.1e} of its start", worst < 0.1),
-        ("large eta with small tau drags |A| to zero too: " + ", ".join(f"({e:g}, {t:g})" for e, t in dead),
-         (0.05, 0.2) in dead and (0.001, 1.0) not in dead),
-    ]  # fmt: skip
+        (
+            "large eta with small tau drags |A| to zero too: " + ", ".join(f"({e:g}, {t:g})" for e, t in dead),
+            (0.05, 0.2) in dead and (0.001, 1.0) not in dead,
+        ),
+    ]
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(9, 7)
@@ -316,12 +343,16 @@ def commutator(run: Run) -> Report:
     claims = [
         (f"without decay and with tau = 1 it shoots up: x{peaks[0.0, 1.0]:.3g}", peaks[0.0, 1.0] > 2),
         (f"a strong decay and a small tau prevent it: x{peaks[0.1, 0.2]:.3g}", peaks[0.1, 0.2] <= 1.0 + 1e-9),
-        ("a larger eta lowers the peak at tau = 1: " + ", ".join(f"{peaks[e, 1.0]:.3g}" for e in etas),
-         _rising([-peaks[e, 1.0] for e in etas])),
-        ("a smaller tau lowers the peak at eta = 0: " + ", ".join(f"{peaks[0.0, t]:.3g}" for t in taus),
-         _rising([peaks[0.0, t] for t in taus])),
+        (
+            "a larger eta lowers the peak at tau = 1: " + ", ".join(f"{peaks[e, 1.0]:.3g}" for e in etas),
+            _rising([-peaks[e, 1.0] for e in etas]),
+        ),
+        (
+            "a smaller tau lowers the peak at eta = 0: " + ", ".join(f"{peaks[0.0, t]:.3g}" for t in taus),
+            _rising([peaks[0.0, t] for t in taus]),
+        ),
         ("where K stays positive the norm keeps below exp(-2 lambda_0 t) (Theorem 3)", sound),
-    ]  # fmt: skip
+    ]
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(12, 3.2)
@@ -335,4 +366,4 @@ def commutator(run: Run) -> Report:
 
 
 def _rising(values: Any) -> bool:
-    return all(a <= b + 1e-9 for a, b in zip(values, values[1:], strict=False))
+    return all(a <= b + 1e-9 for a, b in itertools.pairwise(values))

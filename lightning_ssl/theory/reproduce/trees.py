@@ -46,7 +46,7 @@ TABLE6: dict[str, dict[float, tuple[tuple[float, float], ...]]] = {
 
 
 def train_grid(run: Run, key: str, depth: int, width: int, seeds: int, epochs: int, measure: Any, work: int) -> Any:
-    """Train 3 polarities x seeds at once; ``measure(network, tree, epoch)`` -> dict of [runs]; all is kept each epoch."""
+    """Train 3 polarities x seeds at once; what ``measure(network, tree, epoch)`` gives is kept after each epoch."""
     tree = hltm.HLTM(depth, [low for low in LOWERS for _ in range(seeds)], runs=3 * seeds, seed=run.seed)
     network = hltm.HLTMNetwork(depth, width, 3 * seeds, seed=run.seed + 1)
     state = run.load(key)

@@ -1,0 +1,144 @@
+"""Our BYOL LightningModule, made linear, follows the theory; and the overlay reads a run back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_ssl.callbacks import EigenspaceAlignment
+from lightning_ssl.data import ViewBatch
+from lightning_ssl.methods import BYOL
+from lightning_ssl.nn.backbones import LinearBackbone
+from lightning_ssl.theory.linear import LinearDynamics
+from lightning_ssl.theory.reproduce import overlay as overlays
+from lightning_ssl.theory.reproduce import reproduce
+
+LR, ALPHA_P, BETA, ETA, SIGMA = 0.02, 1.5, 0.4, 0.02, 0.4
+
+
+class GaussianPairs(IterableDataset):
+    """Gaussian data with additive noise as the augmentation, a batch at a time."""
+
+    def __init__(self, root: torch.Tensor, noise: torch.Tensor, batch: int, steps: int) -> None:
+        self.root, self.noise, self.batch, self.steps = root, noise, batch, steps
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(self.steps):
+            shape = (self.batch, len(self.root))
+            x = torch.randn(shape, generator=generator) @ self.root.T
+            views = tuple(x + torch.randn(shape, generator=generator) @ self.noise.T for _ in range(2))
+            yield ViewBatch(views, torch.zeros(self.batch), torch.arange(self.batch))
+
+
+class Record(L.Callback):
+    """The three matrices after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[tuple[torch.Tensor, ...]] = []
+
+    def on_train_batch_end(self, trainer, module, *args) -> None:  # type: ignore[no-untyped-def]
+        matrices = module.backbone.linear.weight, module.predictor.weight, module.target.backbone.linear.weight
+        self.weights.append(tuple(m.detach().double().clone() for m in matrices))
+
+
+def linear_byol(n_in: int, n_out: int) -> BYOL:
+    """BYOL with no heads but the predictor: W is the backbone."""
+    model = BYOL(
+        LinearBackbone(n_in, n_out),
+        projector_hidden=0,
+        projector_dim=n_out,
+        predictor="linear",
+        predictor_bias=False,
+        predictor_lr_scale=ALPHA_P,
+        weight_decay=ETA,
+        predictor_weight_decay=ETA / ALPHA_P,  # torch's decay is times the group's own rate
+        momentum=1 - LR * BETA,
+        normalize=False,
+        optimizer=lambda p: torch.optim.SGD(p, lr=LR),
+    )
+    model.projector, model.target.projector = nn.Identity(), nn.Identity()
+    return model
+
+
+def train(
+    model: BYOL, root: torch.Tensor, noise: torch.Tensor, steps: int, folder: Path, *callbacks: L.Callback
+) -> None:
+    loader = DataLoader(GaussianPairs(root, noise, 2048, steps), batch_size=None)
+    L.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+    ).fit(model, loader)
+
+
+def test_linear_byol_follows_the_theory(tmp_path: Path) -> None:
+    """Fresh Gaussian batches, non-isotropic data and noise: within 2% over the whole trajectory."""
+    L.seed_everything(0)
+    root = torch.randn(5, 5) / 5**0.5 + torch.eye(5) * 0.7
+    noise = torch.diag(torch.tensor([0.2, 0.3, 0.4, 0.5, 0.6]))
+    model = linear_byol(5, 4)
+    W, W_p = model.backbone.linear.weight.detach().double(), model.predictor.weight.detach().double()
+    W, W_p = W.clone(), W_p.clone()
+    record, steps = Record(), 500
+    train(model, root, noise, steps, tmp_path, record)
+    dynamics = LinearDynamics(root @ root.T, noise @ noise.T, ALPHA_P, BETA, ETA)
+    marks = list(range(0, steps + 1, 50))
+    path = dynamics.solve(W, W_p, [LR * k for k in marks])
+    moved = 0.0
+    for name, flow, index in (("W", path.W, 0), ("W_p", path.W_p, 1), ("W_a", path.W_a, 2)):
+        for mark, expected in zip(marks[1:], flow[1:], strict=True):
+            gap = (record.weights[mark - 1][index] - expected).norm() / expected.norm()
+            assert gap < 0.02, (name, mark, gap.item())
+        moved = max(moved, float((flow[-1] - flow[0]).norm() / flow[0].norm()))
+    assert moved > 0.5  # the weights really went somewhere
+
+
+def test_overlay_of_a_linear_run(tmp_path: Path) -> None:
+    L.seed_everything(0)
+    n = 4
+    model = linear_byol(n, n)
+    with torch.no_grad():  # aligned from the start, so that modes are decoupled
+        basis = torch.linalg.qr(torch.randn(n, n)).Q
+        model.backbone.linear.weight.copy_(basis @ torch.diag(torch.tensor([0.9, 0.6, 0.4, 0.2])))
+        model.predictor.weight.copy_(basis @ torch.diag(torch.tensor([0.5, 0.4, 0.3, 0.2])) @ basis.T)
+        model.target.backbone.linear.weight.copy_(model.backbone.linear.weight)
+    log = tmp_path / "run"
+    log.mkdir()
+    train(model, torch.eye(n), SIGMA * torch.eye(n), 400, log, EigenspaceAlignment(every_n_steps=20, picture_every=0))
+    (log / "hparams.yaml").write_text(
+        f"momentum: {1 - LR * BETA}\npredictor_lr_scale: {ALPHA_P}\nweight_decay: {ETA}\n"
+        f"predictor_weight_decay: {ETA / ALPHA_P}\nnormalize: false\nbackbone: !!python/object:x.Y {{}}\n"
+    )
+    spectra = overlays.read_spectra(log)
+    hyper = overlays.read_hyperparameters(log, {"lr": LR})
+    assert hyper.beta == pytest.approx(BETA) and hyper.eta_p == pytest.approx(ETA)
+    p, s = overlays.predict(spectra, hyper, SIGMA**2)
+    assert (p - spectra.p).abs().max() < 0.03 * spectra.p.max()
+    assert (s - spectra.s).abs().max() < 0.1 * spectra.s.max()  # a batch's F is itself a sample
+    text = reproduce("overlay", out=tmp_path / "out", run=str(log), lr=LR)
+    assert "holds: the decoupled dynamics follow the run within 10%" in text
+    fitted, stretch = overlays.fit(spectra, hyper)
+    assert fitted == pytest.approx(SIGMA**2, abs=0.06) and stretch == 1.0
+    assert (tmp_path / "out" / "overlay-seed0" / "figure.png").stat().st_size > 5000
+
+
+def test_overlay_refuses_what_it_cannot_use(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs --run"):
+        reproduce("overlay", out=tmp_path)
+    with pytest.raises(ValueError, match="not a folder"):
+        reproduce("overlay", out=tmp_path, run=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="EigenspaceAlignment"):
+        reproduce("overlay", out=tmp_path, run=str(tmp_path))
+    with pytest.raises(ValueError, match="pass --lr"):
+        overlays.read_hyperparameters(tmp_path, {})
