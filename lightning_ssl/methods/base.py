@@ -75,6 +75,8 @@ class Method(L.LightningModule):
 
     def _log_held_out(self, stage: str, batch: Any) -> None:
         rows = len(views(batch)[0])
+        if rows * world_size() < 2:
+            return  # the last sample of a split alone: nothing to contrast or correlate it with
         for name, value in self._weighted_losses(batch).items():
             self.log(f"{stage}/{name}", value, on_step=False, on_epoch=True, sync_dist=True, batch_size=rows)
 
@@ -158,7 +160,7 @@ class Method(L.LightningModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the default optimizer, a lambda: what starts processes by spawning pickles the module."""
-        state = self.__dict__.copy()
+        state = dict(super().__getstate__())
         for name in ("optimizer", "scheduler"):
             if state.get(name) is self._default(name):
                 state.pop(name)

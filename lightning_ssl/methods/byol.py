@@ -110,7 +110,7 @@ class BYOL(Method):
             )
         self.predictor_init, self.predictor_range = predictor_init, predictor_range
         self.predictor_reset_every, self.symmetric_predictor = predictor_reset_every, symmetric_predictor
-        self.predictor_lr_scale, self.fixed_predictor_lr = predictor_lr_scale, False
+        self.predictor_lr_scale = predictor_lr_scale
         self.weight_decay, self.predictor_weight_decay = weight_decay, predictor_weight_decay
         self.momentum, self.momentum_schedule, self.stop_gradient = momentum, momentum_schedule, stop_gradient
         self.normalize, self.tangential, self.seed = normalize, tangential, seed
@@ -167,7 +167,6 @@ class BYOL(Method):
         predictor: dict[str, Any] = {
             "params": list(self.predictor.parameters()),
             "lr_scale": self.predictor_lr_scale,
-            "fixed_lr": self.fixed_predictor_lr,
         }
         if self.weight_decay is not None:
             encoder["weight_decay"] = self.weight_decay
