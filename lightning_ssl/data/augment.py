@@ -106,6 +106,7 @@ class Plan(NamedTuple):
 
     Attributes:
         rows: Which image comes where, [B].
+        places: Where each image comes, [B].
         box: top, left, height, width and flip, [5, B]; None if the images are cropped and mirrored already.
         steps: Factors of the three steps of colour jitter other than hue (see `transforms.blend_`), [3, 3, B].
         hue: Turn of the hue, [B].
@@ -115,6 +116,7 @@ class Plan(NamedTuple):
     """
 
     rows: Tensor
+    places: Tensor
     box: Tensor | None
     steps: Tensor
     hue: Tensor
@@ -191,6 +193,7 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
     blurred = (blur < recipe.blur).nonzero()[:, 0]
     return Plan(
         rows=rows,
+        places=rows.argsort(),
         box=torch.cat((box, flip.T.lt(recipe.flip).double()))[:, rows].float(),
         steps=steps[:, :, rows],
         hue=hue[rows],
@@ -223,8 +226,10 @@ def carry_out(
     Returns:
         Views, [B, 3, size, size].
     """
-    x = transforms.to_planes(image, plan.rows)
-    x = x / 255 if plan.box is None else transforms.resized_crop(x, *plan.box, size=size)
+    if plan.box is None:
+        x = transforms.to_planes(image, plan.rows) / 255
+    else:
+        x = transforms.resized_crop(image, plan.rows, *plan.box, size=size)
     jittered = plan.hue_ends[-1]
     if jittered:
         colours, start = x[:, :jittered], 0
@@ -243,4 +248,4 @@ def carry_out(
         chosen = x.index_select(1, plan.solarize)
         x.index_copy_(1, plan.solarize, transforms.solarize_(chosen, recipe.solarize_threshold))
     transforms.normalize_(x, mean, std)
-    return x.new_empty(len(image), 3, size, size).index_copy_(0, plan.rows, x.transpose(0, 1))
+    return x.transpose(0, 1).contiguous().index_select(0, plan.places)

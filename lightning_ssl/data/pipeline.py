@@ -73,13 +73,13 @@ class Pipeline:
         assert raw.image is not None
         if self.digits:
             return self._normalize(self._draw_digits(raw, -1))
-        x = transforms.to_planes(raw.image)
         height, width = raw.image.shape[2:]
         if (height, width) == (self.size, self.size):
-            x = x / 255
+            x = transforms.to_planes(raw.image) / 255
         else:
-            box = x.new_tensor([0.0, 0.0, height, width, 0.0])[:, None].expand(5, len(raw.image))
-            x = transforms.resized_crop(x, *box, size=self.size)
+            rows = torch.arange(len(raw.image), device=raw.image.device)
+            box = torch.tensor([0.0, 0.0, height, width, 0.0], device=rows.device)[:, None].expand(5, len(rows))
+            x = transforms.resized_crop(raw.image, rows, *box, size=self.size)
         return self._normalize(x.transpose(0, 1))
 
     def _view(self, raw: RawBatch, view: int) -> Tensor:

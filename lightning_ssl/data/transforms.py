@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 _WEIGHT = 2048.0  # filter weights are multiples of 1/2048: with 12-bit pixels a filter's sum stays below 2^24
 _PIXEL = 4080.0  # pixels between two filters are multiples of 1/4080, a sixteenth of a grey level
+_STEPS = 256.0  # places between two pixels, when enlarging
 _GRAY = (0.2989, 0.587, 0.114)
 
 
@@ -26,44 +27,79 @@ def to_planes(image: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 def resized_crop(
-    x: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, flip: Tensor, size: int
+    image: Tensor, rows: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor, flip: Tensor, size: int
 ) -> Tensor:
     """Cut a box from each image, mirror it where `flip` is 1, and resize it to `size` (bilinear, antialiased).
 
     Args:
-        x: Whole numbers in 0..255, [3, B, H, W].
-        top: First row of the box, [B]; `left`, `height` and `width` likewise.
-        flip: 0 or 1, [B].
+        image: Bytes, [B, C, H, W], C being 1 or 3.
+        rows: Which images to take, in which order, [N].
+        top: First row of the box, [N]; `left`, `height` and `width` likewise.
+        flip: 0 or 1, [N].
         size: Side of the result.
 
     Returns:
-        Images in [0, 1], [3, B, size, size].
+        Images in [0, 1], [3, N, size, size].
     """
-    rows = _resize_weights(x.shape[2], top, height, torch.zeros_like(flip), size).transpose(1, 2)
-    columns = _resize_weights(x.shape[3], left, width, flip, size)
-    return _filter(x, rows, columns, in_scale=255.0)
+    across, down = (left, width, flip), (top, height, torch.zeros_like(flip))
+    if size < max(image.shape[2:]):
+        x = to_planes(image, rows)
+        return _filter(x, _reduce(x.shape[2], *down, size).transpose(1, 2), _reduce(x.shape[3], *across, size), 255.0)
+    lines = _enlarge_lines(image, rows, _places(*down, size))
+    columns = _enlarge(image.shape[3], _places(*across, size))
+    out = lines.new_empty(3, len(rows), size, size)
+    for plane, result in zip(lines, out, strict=True):
+        torch.bmm(plane, columns, out=result)
+    return out.mul_(1 / (255 * _STEPS * _STEPS))
 
 
-def _resize_weights(source: int, start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
-    """Weights, times 2048, of the `source` pixels of a line for `size` pixels of its part, [B, source, size]."""
-    out = torch.arange(size, device=start.device, dtype=torch.float32)
-    out = torch.where(flip[:, None] > 0, size - 1 - out, out)
-    step = (length / size)[:, None]
-    center = start[:, None] + (out + 0.5) * step  # [B, size]
+def _centers(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
+    """Where the centres of `size` pixels lie in the part of a line that they cover, [N, size]."""
+    out = torch.arange(size, device=start.device, dtype=torch.float32) + 0.5
+    out = torch.where(flip[:, None] > 0, size - out, out)
+    return start[:, None] + out * (length / size)[:, None]
+
+
+def _places(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
+    """Those centres, as multiples of 1/256 of a source pixel from the first one's centre, kept inside the part.
+
+    Interpolation weights are then multiples of 1/256: two passes over bytes need 24 bits.
+    """
+    center = _centers(start, length, flip, size) - 0.5
+    return (center.clamp(start[:, None], (start + length - 1)[:, None]) * _STEPS).round_()
+
+
+def _enlarge_lines(image: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """Interpolate between the lines of bytes [B, C, H, W] at `places` [N, S]; times 256, [3, N, S, W]."""
+    channels, height, width = image.shape[1:]
+    upper = (places / _STEPS).floor_()
+    weight = (places - upper * _STEPS)[None, :, :, None]
+    first = torch.arange(3, device=rows.device)[:, None] % channels + rows * channels  # planes, [3, N]
+    upper = upper.long() + first[:, :, None] * height  # lines, [3, N, S]
+    lower = torch.where(weight[..., 0] > 0, upper + 1, upper)  # the next one may lie outside
+    lines = image.reshape(-1, width)
+    upper, lower = (
+        lines.index_select(0, line.flatten()).to(torch.float32).view(*line.shape, width) for line in (upper, lower)
+    )
+    return upper.mul_(_STEPS - weight).add_(lower.mul_(weight))
+
+
+def _enlarge(source: int, places: Tensor) -> Tensor:
+    """Weights, times 256, of the `source` pixels of a line for the pixels at `places` [N, S]; [N, source, S]."""
+    pixel = torch.arange(source, device=places.device, dtype=torch.float32)[:, None] * _STEPS
+    return (pixel - places[:, None, :]).abs_().neg_().add_(_STEPS).clamp_(min=0)
+
+
+def _reduce(source: int, start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
+    """Weights, times 2048, of the `source` pixels of a line for `size` pixels of its part, [N, source, size]."""
+    center = _centers(start, length, flip, size)[:, None, :]
+    support = (length / size).clamp(min=1.0)[:, None, None]
     pixel = (torch.arange(source, device=start.device, dtype=torch.float32) + 0.5)[:, None]
-    if source <= size:
-        # Enlarging only: two neighbours, at the border one. Rounding the place makes their weights whole numbers.
-        center = center.clamp(start[:, None] + 0.5, (start + length)[:, None] - 0.5)
-        place = (center * _WEIGHT).round()
-        return (pixel * _WEIGHT - place[:, None, :]).abs_().neg_().add_(_WEIGHT).clamp_(min=0)
-    support = step.clamp(min=1.0)
-    weight = (1 - ((pixel - center[:, None, :]) / support[:, None, :]).abs()).clamp_(min=0)
     first, last = start[:, None, None], (start + length)[:, None, None]
-    weight *= (pixel > first) & (pixel < last)
-    # Integer sums are the same in any order; only then divide.
-    weight = (weight * _WEIGHT).round_()
+    weight = (1 - ((pixel - center) / support).abs()).clamp_(min=0) * ((pixel > first) & (pixel < last))
+    weight = (weight * _WEIGHT).round_()  # before they are summed
     weight = (weight * (_WEIGHT / weight.sum(1, keepdim=True))).round_()
-    nearest = center.clamp(start[:, None], (start + length)[:, None] - 1).floor().long()[:, None, :]
+    nearest = center.clamp(first, last - 1).floor().long()
     return weight.scatter_add_(1, nearest, _WEIGHT - weight.sum(1, keepdim=True))
 
 
@@ -87,7 +123,8 @@ def blend_(x: Tensor, pixel: Tensor, luma: Tensor, mean: Tensor) -> Tensor:
     Brightness f is (f, 0, 0), saturation f is (f, 1 - f, 0), contrast f is (f, 0, 1 - f).
     """
     g = gray(x)
-    average = g.mul(_PIXEL).round_().sum((1, 2), dtype=_exact(g)).to(torch.float32) / (_PIXEL * g[0].numel())
+    lines = g.mul(_PIXEL).round_().sum(2)
+    average = lines.sum(1, dtype=_exact(g)).to(torch.float32) / (_PIXEL * g[0].numel())
     g.mul_(_each(luma)).add_(_each(mean * average))
     return x.mul_(_each(pixel)).add_(g).clamp_(0, 1)
 
@@ -95,22 +132,20 @@ def blend_(x: Tensor, pixel: Tensor, luma: Tensor, mean: Tensor) -> Tensor:
 def adjust_hue_(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the hue by `shift` in [-0.5, 0.5] of the colour circle, [B], in place.
 
-    With value V and chroma C = V - min, channel n of the turned colour is V - C max(0, min(k, 4 - k, 1)), where
-    k = (n + 6 hue) mod 6 and n = 5, 3, 1 for red, green, blue.
+    With value V = max, chroma C = max - min and hue h in [0, 6), the channels of a colour are V - C w(h), where w clips
+    2 - |h - 3| (red), |h - 2| - 1 (green), |h - 4| - 1 (blue) to [0, 1].
     """
     red, green, blue = x[0], x[1], x[2]
     value = torch.maximum(torch.maximum(red, green), blue)
-    chroma = value - torch.minimum(torch.minimum(red, green), blue)
+    chroma = torch.minimum(torch.minimum(red, green), blue).neg_().add_(value)
     divisor = chroma.clamp(min=1e-12)  # where it is 0 all differences are, too
-    hue = torch.where(
-        value == red,
-        (green - blue).div_(divisor),
-        torch.where(value == green, (blue - red).div_(divisor).add_(2), (red - green).div_(divisor).add_(4)),
-    ).add_(_each(shift * 6))
-    for plane, n in zip((red, green, blue), (5.0, 3.0, 1.0), strict=True):
-        k = (hue + n).remainder_(6)
-        k = torch.minimum(k, 4 - k).clamp_(0, 1).mul_(chroma)
-        torch.sub(value, k, out=plane)
+    hue = (red - green).div_(divisor).add_(4)
+    hue = torch.where(value == green, (blue - red).div_(divisor).add_(2), hue)
+    hue = torch.where(value == red, (green - blue).div_(divisor), hue).add_(_each(shift * 6))
+    hue.sub_(hue.div(6).floor_().mul_(6))
+    torch.sub(value, (hue - 3).abs_().neg_().add_(2).clamp_(0, 1).mul_(chroma), out=red)
+    torch.sub(value, (hue - 2).abs_().sub_(1).clamp_(0, 1).mul_(chroma), out=green)
+    torch.sub(value, (hue - 4).abs_().sub_(1).clamp_(0, 1).mul_(chroma), out=blue)
     return x
 
 
