@@ -2,6 +2,7 @@
 
 from lightning_ssl.callbacks.collapse_monitor import CollapseMonitor
 from lightning_ssl.callbacks.correlation_bound import CorrelationBound
+from lightning_ssl.callbacks.covariance_operator_norm import CovarianceOperatorNorm
 from lightning_ssl.callbacks.direct_predictor import DirectPredictor
 from lightning_ssl.callbacks.effective_rank import EffectiveRank
 from lightning_ssl.callbacks.eigenspace_alignment import EigenspaceAlignment
@@ -12,10 +13,12 @@ from lightning_ssl.callbacks.representation_circle import RepresentationCircle
 from lightning_ssl.callbacks.run_report import RunReport
 from lightning_ssl.callbacks.symmetric_predictor import SymmetricPredictor
 from lightning_ssl.callbacks.uniformity_alignment import UniformityAlignment
+from lightning_ssl.callbacks.wandb_setup import WandbSetup
 
 __all__ = [
     "CollapseMonitor",
     "CorrelationBound",
+    "CovarianceOperatorNorm",
     "DirectPredictor",
     "EffectiveRank",
     "EigenspaceAlignment",
@@ -26,4 +29,5 @@ __all__ = [
     "RunReport",
     "SymmetricPredictor",
     "UniformityAlignment",
+    "WandbSetup",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from typing import Any
 
 import lightning.pytorch as L
@@ -10,11 +13,15 @@ import torch
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
+_root = tempfile.mkdtemp(prefix="callbacks_")
+atexit.register(shutil.rmtree, _root, ignore_errors=True)
+
 
 def trainer(callbacks: list[L.Callback], **kwargs: Any) -> L.Trainer:
     settings: dict[str, Any] = dict(
         accelerator="cpu",
         devices=1,
+        default_root_dir=_root,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ssl.callbacks import (
     CollapseMonitor,
     CorrelationBound,
+    CovarianceOperatorNorm,
     DirectPredictor,
     EffectiveRank,
     EigenspaceAlignment,
@@ -53,6 +55,9 @@ KEYS = {
     "val/knn_top5",
     "val/linear_top1",
     "val/linear_top5",
+    "cov_op/backbone.0.3",
+    "cov_op_ratio/projector",
+    "cov_op_error/projector",
 }
 
 
@@ -67,6 +72,7 @@ def watchers(probe_train: int = 41, probe_test: int = 23) -> list:
         RepresentationCircle("projector", every_n_steps=1),
         KNNProbe("backbone", data, k=5),
         LinearProbe("backbone", data, l2=1e-2),
+        CovarianceOperatorNorm(["backbone.0.3", "projector"], every_n_steps=2),
     ]
 
 
@@ -89,9 +95,10 @@ def fit(rank, world_size, case):
     if case == "empty":
         val = DataLoader(OnlyRankZero(rank), batch_size=None)
     options = {"max_epochs": 2, "num_sanity_val_steps": 1, **options}
-    run = ddp_trainer(rank, world_size, callbacks, logger=history, **options)
-    # 18 samples in global batches of 12: the last one is short.
-    run.fit(strangers.MeanLoss(), strangers.ordered_loader(strangers.Pairs(18), 12, rank, world_size), val)
+    with tempfile.TemporaryDirectory() as root:
+        run = ddp_trainer(rank, world_size, callbacks, logger=history, default_root_dir=root, **options)
+        # 18 samples in global batches of 12: the last one is short.
+        run.fit(strangers.MeanLoss(), strangers.ordered_loader(strangers.Pairs(18), 12, rank, world_size), val)
     metrics = {key: float(value) for key, value in run.callback_metrics.items()}
     if case == "whole":
         for evaluate in (run.validate, run.test):

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_ssl.callbacks import (
     CollapseMonitor,
     CorrelationBound,
+    CovarianceOperatorNorm,
     DirectPredictor,
     EffectiveRank,
     EigenspaceAlignment,
@@ -53,6 +54,7 @@ def watchers(path="projector", predictor="predictor", encoder="backbone"):
         RepresentationCircle(path, every_n_steps=3),
         KNNProbe(encoder, data, k=3, every_n_steps=2),
         LinearProbe(encoder, data, l2=1e-2),
+        CovarianceOperatorNorm(encoder=encoder, output=path, every_n_steps=2),
     ]
 
 

@@ -10,6 +10,7 @@ from lightning_ssl import functional
 from lightning_ssl.callbacks import (
     CollapseMonitor,
     CorrelationBound,
+    CovarianceOperatorNorm,
     DirectPredictor,
     EffectiveRank,
     EigenspaceAlignment,
@@ -19,6 +20,7 @@ from lightning_ssl.callbacks import (
     UniformityAlignment,
 )
 from lightning_ssl.callbacks._capture import split_views
+from lightning_ssl.functional.covariance_operator import covariance_operator_norms
 from tests.callbacks import strangers
 from tests.callbacks.harness import History, tape, trainer
 
@@ -176,3 +178,44 @@ def test_acting_on_a_strangers_predictor():
     fit(module, [PredictorReset("prediction_head", every_n_epochs=1, init="uniform", init_range=1e-3)], max_epochs=2)
     assert 0 < module.prediction_head.layers[0].weight.abs().max() <= 1e-3  # an MLP; the draw is not the default one
     assert module.projection_head.layers[0].weight.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("cls", "encoder", "output"),
+    [
+        (strangers.LightlySimCLR, "backbone", "projection_head"),
+        (strangers.LightlyBYOL, "backbone", "backbone"),
+        (strangers.DictConcatenated, "net.encoder", "net.head"),
+        (strangers.ManualTwoOptimizers, "backbone", "backbone.0.3"),
+    ],
+)
+def test_covariance_operator_norm(cls, encoder, output):
+    module = cls()
+    twin = cls()
+    twin.load_state_dict(module.state_dict())
+    calls = tape(module.get_submodule(encoder))
+    callback = CovarianceOperatorNorm(encoder=encoder, output=output, exact=True, every_n_steps=3, samples=12)
+    history = fit(module, [callback])
+    entered = [x for grad, x, _ in calls if grad]
+    views = entered[0].chunk(2) if cls is strangers.DictConcatenated else entered[:2]
+    first, second = (view[:12] for view in views)
+    encode, head = twin.get_submodule(encoder), twin.get_submodule(output)
+    if encoder == output:
+        model = nn.Sequential(encode, nn.Flatten())
+    elif output.startswith(encoder):
+        model = nn.Sequential(*list(encode[0])[:4], nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    else:
+        model = nn.Sequential(encode, nn.Flatten(), head)
+    # When the callback looked, the step's own forward passes had moved the batch statistics, but no weight.
+    for _, x, _ in calls[:2]:
+        model.train()(x)
+    expected = covariance_operator_norms(model, [first, second], exact=True)
+    logged = {key: value for step, row in history.rows if step == 0 for key, value in row.items()}
+    names = [key for key in logged if key.startswith("cov_op/")]
+    assert len(names) == len(expected) >= 2
+    for key, norm in zip(names, expected.values(), strict=True):
+        layer = key.removeprefix("cov_op/")
+        assert logged[key] == pytest.approx(float(norm.inter_norm), rel=1e-3), layer
+        assert logged[f"cov_op_trace/{layer}"] == pytest.approx(float(norm.inter_trace), rel=1e-3)
+        assert logged[f"cov_op_intra/{layer}"] == pytest.approx(float(norm.intra_norm), rel=1e-3)
+    assert {step for step, row in history.rows if names[0] in row} == {0, 3}
