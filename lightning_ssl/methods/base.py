@@ -27,6 +27,7 @@ class Method(L.LightningModule):
 
     backbone: nn.Module
     projector: nn.Module
+    predictor: nn.Module
     loss_is_global = False  # True where `losses` returns the loss of all ranks' rows, not the mean over its own
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
@@ -113,6 +114,16 @@ class Method(L.LightningModule):
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What the optimizer gets; a group's `lr_scale` multiplies its rate, `fixed_lr` exempts it from schedules."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
+
+    def split_parameters(
+        self, encoder: dict[str, Any] | None = None, predictor: dict[str, Any] | None = None
+    ) -> list[dict[str, Any]]:
+        """Groups for backbone with projector and for the predictor, with the options of each."""
+        groups = [
+            {"params": [*self.backbone.parameters(), *self.projector.parameters()], **(encoder or {})},
+            {"params": list(self.predictor.parameters()), **(predictor or {})},
+        ]
+        return [group for group in groups if group["params"]]
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameter_groups())

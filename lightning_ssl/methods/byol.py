@@ -163,13 +163,8 @@ class BYOL(Method):
                 symmetrize_(self.predictor)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        encoder: dict[str, Any] = {"params": [*self.backbone.parameters(), *self.projector.parameters()]}
-        predictor: dict[str, Any] = {
-            "params": list(self.predictor.parameters()),
-            "lr_scale": self.predictor_lr_scale,
-        }
-        if self.weight_decay is not None:
-            encoder["weight_decay"] = self.weight_decay
+        encoder = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        predictor = {"lr_scale": self.predictor_lr_scale}
         if self.predictor_weight_decay is not None:
             predictor["weight_decay"] = self.predictor_weight_decay
-        return [encoder, predictor] if predictor["params"] else [encoder]
+        return self.split_parameters(encoder, predictor)

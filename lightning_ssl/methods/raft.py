@@ -31,6 +31,7 @@ class RAFT(Method):
         predictor_bias: Whether the predictor's last layer has a bias; Theorem 5.1 is exact without.
         predictor_init: "default", "identity", "uniform" in ± `predictor_range`, or "positive", up to it.
         predictor_range: The range of `predictor_init`.
+        predictor_lr_scale: The predictor's learning rate relative to the rest, alpha_p.
         align_weight: alpha.
         cross_model_weight: beta.
         tangential: Keep only the tangential gradient of the predictions (Sec. 5).
@@ -56,6 +57,7 @@ class RAFT(Method):
         predictor_bias: bool = True,
         predictor_init: Literal["default", "identity", "uniform", "positive"] = "default",
         predictor_range: float | None = None,
+        predictor_lr_scale: float = 1.0,
         align_weight: float = 1.0,
         cross_model_weight: float = 1.0,
         tangential: bool = False,
@@ -72,10 +74,13 @@ class RAFT(Method):
                 "`align_weight` and `cross_model_weight` must not be negative (the sign is the method: RAFT or "
                 f"BYOLPrime), got {align_weight} and {cross_model_weight}"
             )
-        if not 0 <= momentum <= 1:
-            raise ValueError(f"`momentum` must lie in [0, 1], got {momentum}")
+        if not 0 <= momentum <= 1 or predictor_lr_scale < 0:
+            raise ValueError(
+                "`momentum` must lie in [0, 1] and `predictor_lr_scale` not be negative, got "
+                f"{momentum} and {predictor_lr_scale}"
+            )
         self.align_weight, self.cross_model_weight = align_weight, cross_model_weight
-        self.tangential, self.momentum = tangential, momentum
+        self.tangential, self.momentum, self.predictor_lr_scale = tangential, momentum, predictor_lr_scale
         self.backbone = build_backbone(backbone, stem)
         self.projector = mlp([num_features(self.backbone), projector_hidden, projector_dim], projector_norm)
         self.predictor = build_predictor(
@@ -97,6 +102,9 @@ class RAFT(Method):
         p = self.predictor(self.project(x))
         p = p.to(torch.promote_types(p.dtype, torch.float32))
         return tangential(p) if self.tangential else p
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        return self.split_parameters(predictor={"lr_scale": self.predictor_lr_scale})
 
     def after_optimizer_step(self) -> None:
         self.target.follow(self.backbone, self.projector, self.momentum)

@@ -77,6 +77,4 @@ class SimSiam(Method):
         return {"loss": (functional.cross_model_loss(p1, z2) + functional.cross_model_loss(p2, z1)) / 4 - 1}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        encoder = {"params": [*self.backbone.parameters(), *self.projector.parameters()]}
-        predictor = {"params": list(self.predictor.parameters()), "fixed_lr": self.fixed_predictor_lr}
-        return [encoder, predictor] if predictor["params"] else [encoder]
+        return self.split_parameters(predictor={"fixed_lr": self.fixed_predictor_lr})
