@@ -3,22 +3,69 @@
 from __future__ import annotations
 
 import csv
+import difflib
+import importlib
+import inspect
 import os
+import re
 import time
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported for their names: jsonargparse knows the subclasses that are loaded.
 import lightning_ssl.callbacks
 import lightning_ssl.data
-import lightning_ssl.methods  # noqa: F401
+import lightning_ssl.methods
 from lightning_ssl.callbacks._report import run_dir
+
+
+class RunParser(LightningArgumentParser):
+    """Says what is wrong and what would be right, instead of all that jsonargparse tried."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:  # a parser within the parser: its message is part of a larger one
+            super().error(message, ex)
+        self.exit(2, f"lightning-ssl: error: {explain(message, list(self._option_string_actions))}\n")
+
+
+def explain(message: str, flags: list[str]) -> str:
+    """The person's words for a parser's message: the value it got, the known ones, the nearest."""
+    kinds = {
+        "model": lightning_ssl.methods.__all__,
+        "data": [name for name in lightning_ssl.data.__all__ if name.endswith("DataModule")],
+        "trainer.callbacks": lightning_ssl.callbacks.__all__,
+    }
+    key = re.search(r'Parser key "([\w.]+)"', message)
+    given = re.search(r"Given value: ([\w.]+)$", message, re.MULTILINE)
+    if key and given and key[1] in kinds and "dot import path" in message:
+        return (
+            f"--{key[1]}: there is no {given[1]!r}{_nearest(given[1], kinds[key[1]])}. Known: "
+            f"{', '.join(kinds[key[1]])}; a class of your own is named by its import path, package.module.Class"
+        )
+    if option := re.search(r"class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted", message):
+        module, _, name = option[1].rpartition(".")
+        known = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+        return f"{name} has no option {option[2]!r}{_nearest(option[2], known)}. Its options: {', '.join(known)}"
+    if choice := re.search(r'"([\w.]+)":\s+Expected a typing.Literal\[(.*?)\]. Got value: (.*)', message):
+        known = [part.strip("' ") for part in choice[2].split(",")]
+        return f"{choice[1]} must be one of {', '.join(known)}; got {choice[3]!r}{_nearest(choice[3], known)}"
+    if unknown := re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", message):
+        return f"there is no flag {unknown[1]}{_nearest(unknown[1], flags)}; `lightning-ssl fit --help` lists them"
+    return message
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    lowered = {entry.lower(): entry for entry in known}
+    close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
+    return f" (did you mean {lowered[close[0]]!r}?)" if close else ""
 
 
 class RunCLI(LightningCLI):
@@ -26,7 +73,12 @@ class RunCLI(LightningCLI):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(
-            L.LightningModule, L.LightningDataModule, subclass_mode_model=True, subclass_mode_data=True, **kwargs
+            L.LightningModule,
+            L.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            parser_class=RunParser,
+            **kwargs,
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -59,7 +111,8 @@ class RunCLI(LightningCLI):
 
     def _run_name(self, config: Any) -> str:
         # In the environment, so that the processes which a DDP run starts agree with the one that starts them.
-        if "LIGHTNING_SSL_RUN" not in os.environ:
+        started = "LOCAL_RANK" in os.environ
+        if not (started and "LIGHTNING_SSL_RUN" in os.environ):
             method = config.model.class_path.rpartition(".")[-1].lower()
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}-{os.getpid()}"
             if config.ckpt_path == "last":
@@ -72,15 +125,19 @@ class RunCLI(LightningCLI):
             os.environ["LIGHTNING_SSL_RUN"] = name
         return os.environ["LIGHTNING_SSL_RUN"]
 
+    def instantiate_classes(self) -> None:
+        """A value that a constructor refuses is the command's mistake: say so, without a traceback."""
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            refused = re.search(r"Errors:\n  - (.+?)\n  - Expected a", str(error), re.DOTALL)
+            self.parser.exit(2, f"lightning-ssl: error: {refused[1] if refused else error}\n")
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Leave out the callbacks on a predictor when the method has none, so that one flag switches methods."""
-        config = self.config[self.subcommand]
         if isinstance(getattr(self.model, "predictor", None), (type(None), torch.nn.Identity)):
-            config.trainer.callbacks = [
-                callback
-                for callback in config.trainer.callbacks or []
-                if callback.get("init_args", {}).get("predictor") != "predictor"
-            ]
+            trainer = self.config_init[self.subcommand].trainer
+            trainer.callbacks = [c for c in trainer.callbacks or [] if getattr(c, "predictor", None) != "predictor"]
         return super().instantiate_trainer(**kwargs)
 
     def after_predict(self) -> None:
@@ -126,7 +183,9 @@ class ResumableCSVLogger(CSVLogger):
             return super().experiment
         with open(os.path.join(self.log_dir, "metrics.csv"), newline="") as file:
             rows = list(csv.DictReader(file))
-        writer = super().experiment
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted")
+            writer = super().experiment
         log_metrics = writer.log_metrics
 
         def first_log_metrics(metrics: dict[str, float], step: int | None = None) -> None:

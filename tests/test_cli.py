@@ -1,0 +1,150 @@
+"""The console script, in process: fit, resume, validate, predict, and what it says to wrong uses."""
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_ssl.cli import main, resolve_configs, shipped
+from lightning_ssl.run import ResumableCSVLogger, explain
+
+# The default job, cut down to seconds; what is cut is size only.
+SHORT = [
+    "--trainer.limit_train_batches=3",
+    "--trainer.limit_val_batches=2",
+    "--trainer.check_val_every_n_epoch=1",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.accelerator=cpu",
+    "--data.batch_size=32",
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-ssl"])
+    return tmp_path
+
+
+def rows(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def logged(path, key):
+    return {int(row["step"]): float(row[key]) for row in rows(path) if row.get(key)}
+
+
+def test_fit_resume_validate_predict(folder, capsys):
+    main(["fit", "--run=a", "--trainer.max_epochs=1", *SHORT])
+    printed = capsys.readouterr().out
+    for words in (
+        "DirectPred finished after 3 steps",
+        "linear probe",
+        "kNN probe",
+        "uniformity",
+        "alignment",
+        "collapse",
+    ):
+        assert words in printed
+    run = folder / "runs" / "a"
+    for name in ("config.yaml", "metrics.csv", "report.html", "predictor_spectra.npz", "checkpoints/last.ckpt"):
+        assert (run / name).stat().st_size, name
+    assert list((run / "pictures").rglob("*.png"))
+    first = logged(run / "metrics.csv", "train/loss")
+    assert sorted(first) == [0, 1, 2]
+
+    main(["fit", "--trainer.max_epochs=2", "--ckpt_path=last", *SHORT])  # the latest run
+    both = logged(run / "metrics.csv", "train/loss")
+    assert sorted(both) == [0, 1, 2, 3, 4, 5]
+    assert {step: both[step] for step in first} == first
+    assert "finished after 6 steps" in capsys.readouterr().out
+
+    main(["validate", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "--run=b", *SHORT])
+    values = rows(folder / "runs" / "b" / "metrics.csv")[-1]
+    for key in ("val/linear_top1", "val/knn_top1", "val/uniformity", "val/alignment", "val/effective_rank"):
+        assert values[key], key
+
+    main(["predict", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "--run=c", *SHORT])
+    arrays = np.load(folder / "embeddings.npz")
+    assert (np.diff(arrays["index"]) > 0).all()
+    assert len(arrays["features"]) == len(arrays["label"]) == len(arrays["index"])
+
+
+def test_uninterrupted_run_is_the_resumed_one(folder):
+    main(["fit", "--run=whole", "--trainer.max_epochs=2", *SHORT])
+    main(["fit", "--run=parts", "--trainer.max_epochs=1", *SHORT])
+    main(["fit", "--run=parts", "--trainer.max_epochs=2", "--ckpt_path=last", *SHORT])
+    whole, parts = (torch.load(f"runs/{run}/checkpoints/last.ckpt", weights_only=True) for run in ("whole", "parts"))
+    assert all(torch.equal(value, parts["state_dict"][name]) for name, value in whole["state_dict"].items())
+    assert logged("runs/whole/metrics.csv", "train/loss") == logged("runs/parts/metrics.csv", "train/loss")
+
+
+def test_one_flag_switches_to_a_method_without_predictor(folder):
+    main(["fit", "--model", "SimCLR", "--trainer.max_epochs=1", *SHORT])
+    (run,) = Path("runs").iterdir()
+    assert "simclr" in run.name
+    assert logged(run / "metrics.csv", "train/uniformity")
+
+
+def test_runs_do_not_collide(folder):
+    for _ in range(2):
+        main(["fit", "--trainer.fast_dev_run=1", *SHORT])
+        main(["fit", "--root=other", "--trainer.max_epochs=1", "--trainer.callbacks=[]", *SHORT])
+    assert len(list(Path("other").iterdir())) == 2
+
+
+def test_the_log_keeps_what_is_not_logged_again(tmp_path):
+    for steps in ([0, 1, 2, 3], [2, 3, 4]):
+        logger = ResumableCSVLogger(tmp_path, name="run", version="")
+        for step in steps:
+            logger.log_metrics({"a": step + len(steps) / 10, **({"b": 1.0} if step > 3 else {})}, step)
+            logger.save()
+    assert logged(tmp_path / "run" / "metrics.csv", "a") == {0: 0.4, 1: 1.4, 2: 2.3, 3: 3.3, 4: 4.3}
+
+
+def test_shipped_configs_are_found_by_their_bare_names(folder):
+    found = str(shipped("default.yaml"))
+    assert resolve_configs(["fit", "--config", "default.yaml", "-c=default.yaml"]) == [
+        "fit",
+        "--config",
+        found,
+        f"-c={found}",
+    ]
+    Path("default.yaml").write_text("{}")  # the user's own file comes first
+    assert resolve_configs(["fit", "-c", "default.yaml"]) == ["fit", "-c", "default.yaml"]
+    assert resolve_configs(["fit", "--config", "none.yaml"]) == ["fit", "--config", "none.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["fit", "--model", "Byoll"], r"there is no 'Byoll' \(did you mean 'BYOL'\?\).*SimCLR"),
+        (["fit", "--data", "ImageModule"], "did you mean 'ImageDataModule'"),
+        (["fit", "--data.dataset", "cifar11"], "one of digits, cifar10.*did you mean 'cifar10'"),
+        (["fit", "--data.datset", "cifar10"], "no option 'datset'.*did you mean 'dataset'"),
+        (["fit", "--trainer.callbacks+=KnnProbe"], "did you mean 'KNNProbe'.*UniformityAlignment"),
+        (["fit", "--model.predictor", "mlp"], "DirectPred sets the weight of a linear predictor"),
+        (["fit", "--model", "BYOL", "--model.predictor", "cubic"], "one of mlp, linear, none"),
+        (["fit", "--modl", "BYOL"], "no flag --modl.*did you mean '--model'"),
+        (["fit", "--config", "nope.yaml"], "nope.yaml"),
+        (["fit", "--ckpt_path", "last"], "no run in 'runs' has a checkpoint"),
+        (["fti"], "choose from"),
+    ],
+)
+def test_wrong_uses_are_answered_in_plain_words(folder, capsys, args, words):
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    message = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert re.search(words, message, re.DOTALL), message
+    assert "Traceback" not in message
+
+
+def test_messages_that_need_no_words_of_ours_pass_through():
+    assert explain("Something else", []) == "Something else"
