@@ -31,6 +31,10 @@ EXPERIMENTS = {
     "ema-assumption": Experiment("dynamics:ema_assumption", "DirectPred Fig 7: W_a is proportional to W", (1, 4)),
     "symmetry": Experiment("dynamics:symmetry", "DirectPred Fig 8: W_p becomes symmetric", (0.5, 2)),
     "commutator": Experiment("dynamics:commutator", "DirectPred Fig 9: the commutator of F and W_p", (0.5, 2)),
+    "bound": Experiment("images:bound", "Bound Figs 3-4: L_bound against kNN, on digits", (5, 20)),
+    "byol-ablations": Experiment(
+        "images:byol_ablations", "RAFT Table 1, DDN-v1 Tables 3-5: patterns on digits", (8, 80)
+    ),
     "overlay": Experiment("overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.5, 0.5)),
 }
 

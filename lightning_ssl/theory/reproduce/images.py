@@ -1,0 +1,307 @@
+"""Patterns of the papers' image tables at small scale, on the embedded digits.
+
+The published figures are of ResNet-18 on STL-10 or CIFAR-10 for hundreds of epochs: only the order of the settings can be
+compared, and the reports give the rank correlation.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+
+from lightning_ssl import functional
+from lightning_ssl.data import ImageDataModule
+from lightning_ssl.methods import BYOL, RAFT, BarlowTwins, BYOLPrime, SimSiam
+from lightning_ssl.nn import SmallConv
+from lightning_ssl.theory.reproduce.report import Report, Run, Table
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=2e-3)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=4e-4)
+
+
+HEADS = {"projector_hidden": 128, "projector_dim": 64}
+MLP = {**HEADS, "optimizer": _adam, "momentum": 0.98}
+LINEAR = {**HEADS, "optimizer": _sgd, "momentum": 0.97, "predictor": "linear", "predictor_lr_scale": 10.0}
+NONE = {**MLP, "predictor": "none"}
+BN = {"predictor_norm": "batch"}
+
+# RAFT Table 1: alignment (per coordinate there: 128 of them), uniformity, linear evaluation.
+RAFT_TABLE1 = {
+    "BYOL, mlp": (BYOL, MLP, (25.03e-4, -2.22, 64.32)),
+    "BYOL', mlp": (BYOLPrime, {**MLP, **BN}, (22.09e-4, -2.07, 69.21)),
+    "RAFT, mlp": (RAFT, {**MLP, **BN}, (18.90e-4, -2.04, 71.31)),
+    "BYOL, linear": (BYOL, LINEAR, (7.71e-4, -2.16, 67.64)),
+    "BYOL', linear": (BYOLPrime, LINEAR, (7.32e-4, -2.19, 68.61)),
+    "RAFT, linear": (RAFT, LINEAR, (7.42e-4, -2.23, 67.55)),
+    "BYOL, none": (BYOL, NONE, (1.94e-10, -0.14, 20.92)),
+    "BYOL', none": (BYOLPrime, NONE, (1.35e-10, -0.10, 16.92)),
+    "RAFT, none": (RAFT, NONE, (16.07e-4, -0.006, 11.72)),
+}
+BASELINE = (78.09e-4, -0.51, 42.74)
+
+
+def _parts(predictor: bool, ema: bool, norm: bool) -> dict[str, Any]:
+    options = {**(MLP if predictor else NONE), "projector_norm": "batch" if norm else "none"}
+    if predictor:
+        options["predictor_norm"] = "batch" if norm else "none"
+    return {**options, "momentum": 0.98 if ema else 0.0}
+
+
+# DDN-v1 Table 3: predictor, EMA and BatchNorm (in projector and predictor), top-1 on STL-10.
+TABLE3 = {
+    "-": (_parts(False, False, False), 38.7),
+    "EMA": (_parts(False, True, False), 39.3),
+    "BN": (_parts(False, False, True), 33.0),
+    "EMA, BN": (_parts(False, True, True), 32.8),
+    "P": (_parts(True, False, False), 39.5),
+    "P, EMA": (_parts(True, True, False), 44.4),
+    "P, BN": (_parts(True, False, True), 63.6),
+    "P, EMA, BN": (_parts(True, True, True), 78.1),
+}
+# DDN-v1 Table 4: which parts of BatchNorm are kept, and through which the gradient passes.
+TABLE4 = {
+    "none": 43.9,
+    "mean": 64.8,
+    "std": 72.2,
+    "mean,std": 78.1,
+    "detached_mean": 44.2,
+    "detached_std": 54.2,
+    "detached_mean,std": 48.3,
+    "mean,detached_std": 76.3,
+    "detached_mean,detached_std": 47.0,
+}
+
+
+def _data(seed: int) -> ImageDataModule:
+    return ImageDataModule(batch_size=64, image_size=16, seed=seed)
+
+
+def _train(model: L.LightningModule, epochs: int, seed: int, *callbacks: L.Callback) -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        L.Trainer(
+            max_epochs=epochs,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            callbacks=list(callbacks),
+        ).fit(model, datamodule=_data(seed))
+
+
+@torch.no_grad()
+def _measure(model: Any, seed: int) -> dict[str, float]:
+    """Linear probe and kNN of the backbone's features; uniformity, alignment and L_bound of the projections."""
+    module = _data(seed)
+    module.setup("fit")
+    (x, y), (x_test, y_test) = (
+        (torch.cat([b.image for b in loader]), torch.cat([b.label for b in loader]))
+        for loader in module.probe_dataloaders()
+    )
+    model.eval()
+    features, test = model(x), model(x_test)
+    weight, bias = functional.fit_linear_probe(features, y, 10, 1e-4)
+    neighbours = functional.knn_predict(test, features, y, 10, k=20)[:, 0]
+    projected = model.project(x)
+    predictor = getattr(model, "predictor", torch.nn.Identity())
+    views = module.on_after_batch_transfer(next(iter(module.val_dataloader())), 0).views[:2]
+    l_cor = functional.correlation_loss(projected)
+    model.train()
+    return {
+        "probe": 100 * ((test @ weight.T + bias).argmax(1) == y_test).double().mean().item(),
+        "knn": 100 * (neighbours == y_test).double().mean().item(),
+        "uniformity": functional.uniformity(projected).item(),
+        "alignment": functional.alignment(*(predictor(model.project(v)) for v in views)).item(),
+        "bound": functional.generalization_bound(l_cor, projected.shape[1], 10).item(),
+    }
+
+
+def byol_ablations(run: Run) -> Report:
+    """RAFT Table 1 and DDN-v1 Tables 3-5 on digits."""
+    seeds, epochs = range(run.seed, run.seed + run.pick(1, 5)), run.pick(30, 60)
+    runs: dict[str, tuple[Any, dict[str, Any]]] = {f"raft/{k}": (m, o) for k, (m, o, _) in RAFT_TABLE1.items()}
+    runs |= {f"table3/{k}": (BYOL, o) for k, (o, _) in TABLE3.items()}
+    runs |= {f"table4/{k}": (BYOL, {**MLP, "projector_norm": k, "predictor_norm": k}) for k in TABLE4}
+    runs |= {f"table5/{k}": (BYOL, {**MLP, "predictor_reset_every": k}) for k in (2, 5, 10)}
+    run.start((len(runs) + 1) * len(seeds))
+    results: dict[str, dict[str, Tensor]] = {}
+    for name, (method, options) in {"untrained": (BYOL, MLP), **runs}.items():
+        values = []
+        for seed in seeds:
+
+            def compute(name: str = name, method: Any = method, options: Any = options, seed: int = seed) -> Any:
+                L.seed_everything(seed, verbose=False)
+                model = method(backbone=SmallConv(width=16), **options)
+                if name != "untrained":
+                    _train(model, epochs, seed)
+                return _measure(model, seed)
+
+            values.append(run.stage(f"{name.replace('/', '-').replace(' ', '_')}-{seed}", 1, compute))
+        results[name] = {k: torch.tensor([v[k] for v in values]) for k in values[0]}
+
+    def mean(name: str, key: str = "probe") -> float:
+        return results[name][key].mean().item()
+
+    base = mean("untrained")
+    first = Table(
+        f"RAFT Table 1: ours on digits (mean of {len(seeds)}, {epochs} epochs) / published on CIFAR-10. Published alignment "
+        "is per coordinate",
+        ["method, predictor", "alignment", "uniformity", "linear probe, %"],
+    )
+    for name, published in [("untrained", BASELINE), *((f"raft/{k}", v[2]) for k, v in RAFT_TABLE1.items())]:
+        first.rows.append(
+            (
+                name.removeprefix("raft/"),
+                f"{mean(name, 'alignment'):.1e} / {published[0]:.1e}",
+                f"{mean(name, 'uniformity'):.3f} / {published[1]:.3g}",
+                f"{mean(name):.1f} / {published[2]}",
+            )
+        )
+    third = Table("DDN-v1 Table 3: top-1, ours on digits / published on STL-10", ["parts", "ours", "published"])
+    third.rows = [(k, f"{mean(f'table3/{k}'):.1f}", v) for k, (_, v) in TABLE3.items()]
+    fourth = Table("DDN-v1 Table 4: parts of BatchNorm", ["parts", "ours", "published"])
+    fourth.rows = [(k, f"{mean(f'table4/{k}'):.1f}", v) for k, v in TABLE4.items()]
+    fifth = Table("DDN-v1 Table 5: predictor started anew every T epochs", ["T", "ours", "published (T of 100 epochs)"])
+    resets = [("never", mean("table3/P, EMA, BN"), 78.1)]
+    resets += [(str(t), mean(f"table5/{t}"), v) for t, v in ((2, 78.6), (5, 79.1), (10, 79.0))]
+    fifth.rows = [(t, f"{ours:.1f}", published) for t, ours, published in resets]
+
+    learnt = [k for k in RAFT_TABLE1 if not k.endswith("none")]
+    rank3 = spearmanr([mean(f"table3/{k}") for k in TABLE3], [v for _, v in TABLE3.values()]).statistic
+    rank4 = spearmanr([mean(f"table4/{k}") for k in TABLE4], list(TABLE4.values())).statistic
+    kept = [mean(f"table4/{k}") for k in TABLE4 if k.startswith("mean")]
+    detached = [mean(f"table4/{k}") for k in TABLE4 if k.startswith("detached_mean")]
+    claims = [
+        (
+            "with a predictor every method beats the untrained encoder: "
+            + ", ".join(f"{mean(f'raft/{k}'):.0f}" for k in learnt)
+            + f" > {base:.0f}",
+            all(mean(f"raft/{k}") > base for k in learnt),
+        ),
+        (
+            "and improves uniformity",
+            all(mean(f"raft/{k}", "uniformity") < mean("untrained", "uniformity") for k in learnt),
+        ),
+        *[
+            (
+                f"{k[:-6]} without a predictor falls below it: {mean(f'raft/{k}'):.0f}, uniformity "
+                f"{mean(f'raft/{k}', 'uniformity'):.3f}, alignment {mean(f'raft/{k}', 'alignment'):.0e}",
+                mean(f"raft/{k}") < base and mean(f"raft/{k}", "uniformity") > mean("untrained", "uniformity"),
+            )
+            for k in ("BYOL, none", "BYOL', none")
+        ],
+        (f"RAFT without a predictor does not learn: {mean('raft/RAFT, none'):.0f}", mean("raft/RAFT, none") < base),
+        (
+            "predictor, EMA and BatchNorm together are best, as published",
+            mean("table3/P, EMA, BN") >= max(mean(f"table3/{k}") for k in TABLE3) - 2,
+        ),
+        (f"Table 3's order: rank correlation {rank3:.2f}", rank3 > 0.5),
+        (f"Table 4's order: rank correlation {rank4:.2f}", rank4 > 0.5),
+        (f"a kept mean beats a detached one: {min(kept):.0f} > {max(detached):.0f}", min(kept) > max(detached)),
+        (
+            f"starting the predictor anew does no harm (within 5 points): {resets[-1][1]:.0f} against {resets[0][1]:.0f}",
+            resets[-1][1] > resets[0][1] - 5,
+        ),
+    ]
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(10, 4)
+        axes = figure.subplots(1, 3)
+        for axis, prefix, published in (
+            (axes[0], "raft", {k: v[2][2] for k, v in RAFT_TABLE1.items()}),
+            (axes[1], "table3", {k: v for k, (_, v) in TABLE3.items()}),
+            (axes[2], "table4", TABLE4),
+        ):
+            for k, v in published.items():
+                axis.plot(v, mean(f"{prefix}/{k}"), "o")
+                axis.annotate(k, (v, mean(f"{prefix}/{k}")), fontsize=6)
+            axis.axhline(base, color="k", linewidth=0.5)
+            axis.set(title=prefix, xlabel="published, %", ylabel="ours on digits, %")
+
+    return Report("BYOL, BYOL', RAFT and their ablations on digits", claims, [first, third, fourth, fifth], draw)
+
+
+def bound(run: Run) -> Report:
+    """Bound Figs 3-4: L_bound and kNN accuracy, over output dimensions and over training."""
+    epochs, every = run.pick(20, 60), run.pick(4, 5)
+    dims = run.pick((4, 8, 16, 32, 64, 128), (4, 8, 16, 32, 64, 128, 256, 512))
+    published = {4: (57.16, 76.05), 8: (62.49, 82.14), 16: (67.94, 83.20), 32: (72.73, 84.56), 64: (77.19, 85.05),
+                 128: (78.94, 85.78), 256: (81.05, 85.99), 512: (82.79, 87.63)}  # fmt: skip
+    methods = {
+        "Barlow Twins": lambda d: BarlowTwins(
+            SmallConv(width=16), projector_hidden=128, dim=d, lambd=0.02, optimizer=_adam, scheduler="constant", warmup_epochs=0
+        ),
+        "SimSiam": lambda d: SimSiam(
+            SmallConv(width=16), projector="linear", dim=d, predictor="linear", optimizer=_sgd, scheduler="constant"
+        ),
+    }  # fmt: skip
+    run.start(len(methods) * len(dims))
+    paths: dict[tuple[str, int], Tensor] = {}  # [observations, (L_bound, kNN)]
+    table = Table(
+        f"After {epochs} epochs on digits; published: kNN on CIFAR-10 (Bound Table 1)",
+        ["method", "d", "L_bound", "kNN, %", "published kNN, %", "correlation over training"],
+    )
+    final: dict[str, list[tuple[float, float, float]]] = {name: [] for name in methods}
+    within = []
+    for column, (name, build) in enumerate(methods.items()):
+        for d in dims:
+
+            def compute(build: Any = build, d: int = d) -> Tensor:
+                L.seed_everything(run.seed, verbose=False)
+                model = build(d)
+                seen = []
+
+                class Watch(L.Callback):
+                    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+                        if (trainer.current_epoch + 1) % every == 0:
+                            values = _measure(module, run.seed)
+                            seen.append([values["bound"], values["knn"]])
+
+                start = _measure(model, run.seed)
+                _train(model, epochs, run.seed, Watch())
+                return torch.tensor([[start["bound"], start["knn"]], *seen])
+
+            path = paths[name, d] = run.stage(f"{name.replace(' ', '_')}-{d}", 1, compute)
+            rho = torch.corrcoef(path.T)[0, 1].item()
+            within.append(rho)
+            table.rows.append((name, d, f"{path[-1, 0]:.3f}", f"{path[-1, 1]:.1f}", published[d][column], f"{rho:.2f}"))
+            final[name].append((path[-1, 0].item(), path[-1, 1].item(), published[d][column]))
+    claims = []
+    for name, rows in final.items():
+        b, accuracy, theirs = zip(*rows, strict=True)
+        rank, order = spearmanr(b, accuracy).statistic, spearmanr(accuracy, theirs).statistic
+        claims += [
+            (
+                f"{name}: a smaller L_bound goes with a higher kNN accuracy over d: rank correlation {rank:.2f}",
+                rank < 0,
+            ),
+            (f"{name}: accuracy falls with d as published: rank correlation {order:.2f}", order > 0.5),
+        ]
+    falling = sum(r < 0 for r in within)
+    claims.append((f"over training L_bound falls as accuracy rises: {falling} of {len(within)} runs", falling > len(within) / 2))  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(9, 4)
+        for axis, name in zip(figure.subplots(1, 2), methods, strict=True):
+            for d in dims:
+                path = paths[name, d]
+                axis.plot(path[:, 0], path[:, 1], ".-", linewidth=0.7, label=f"d = {d}")
+                axis.plot(path[-1, 0], path[-1, 1], "ko", markersize=4)
+            axis.set(title=name, xlabel="L_bound", ylabel="kNN, %")
+            axis.legend(fontsize=6)
+
+    return Report("Figs 3-4: L_bound and kNN accuracy on digits (Bound)", claims, [table], draw)
