@@ -1,7 +1,7 @@
 """Patterns of the papers' image tables at small scale, on the embedded digits.
 
-The published figures are of ResNet-18 on STL-10 or CIFAR-10 for hundreds of epochs: only the order of the settings can be
-compared, and the reports give the rank correlation.
+The published figures are of ResNet-18 on STL-10 or CIFAR-10 for hundreds of epochs: only the order of the settings can
+be compared, and the reports give the rank correlation.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def byol_ablations(run: Run) -> Report:
 
     base = mean("untrained")
     first = Table(
-        f"RAFT Table 1: ours on digits (mean of {len(seeds)}, {epochs} epochs) / published on CIFAR-10. Published alignment "
-        "is per coordinate",
+        f"RAFT Table 1: ours on digits (mean of {len(seeds)}, {epochs} epochs) / published on CIFAR-10. "
+        "Published alignment is per coordinate",
         ["method, predictor", "alignment", "uniformity", "linear probe, %"],
     )
     for name, published in [("untrained", BASELINE), *((f"raft/{k}", v[2]) for k, v in RAFT_TABLE1.items())]:
@@ -213,7 +213,7 @@ def byol_ablations(run: Run) -> Report:
         (f"Table 4's order: rank correlation {rank4:.2f}", rank4 > 0.5),
         (f"a kept mean beats a detached one: {min(kept):.0f} > {max(detached):.0f}", min(kept) > max(detached)),
         (
-            f"starting the predictor anew does no harm (within 5 points): {resets[-1][1]:.0f} against {resets[0][1]:.0f}",
+            f"starting the predictor anew does no harm (5 points): {resets[-1][1]:.0f} against {resets[0][1]:.0f}",
             resets[-1][1] > resets[0][1] - 5,
         ),
     ]
@@ -243,7 +243,13 @@ def bound(run: Run) -> Report:
                  128: (78.94, 85.78), 256: (81.05, 85.99), 512: (82.79, 87.63)}  # fmt: skip
     methods = {
         "Barlow Twins": lambda d: BarlowTwins(
-            SmallConv(width=16), projector_hidden=128, dim=d, lambd=0.02, optimizer=_adam, scheduler="constant", warmup_epochs=0
+            SmallConv(width=16),
+            projector_hidden=128,
+            dim=d,
+            lambd=0.02,
+            optimizer=_adam,
+            scheduler="constant",
+            warmup_epochs=0,
         ),
         "SimSiam": lambda d: SimSiam(
             SmallConv(width=16), projector="linear", dim=d, predictor="linear", optimizer=_sgd, scheduler="constant"
@@ -292,7 +298,8 @@ def bound(run: Run) -> Report:
             (f"{name}: accuracy falls with d as published: rank correlation {order:.2f}", order > 0.5),
         ]
     falling = sum(r < 0 for r in within)
-    claims.append((f"over training L_bound falls as accuracy rises: {falling} of {len(within)} runs", falling > len(within) / 2))  # fmt: skip
+    text = f"over training L_bound falls as accuracy rises: {falling} of {len(within)} runs"
+    claims.append((text, falling > len(within) / 2))
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(9, 4)
