@@ -6,6 +6,8 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import yaml
+
 DESCRIPTION = """\
 Self-supervised training under the microscope. Besides the commands below there are `lightning-ssl reproduce --list`
 (the papers' tables and figures) and `lightning-ssl dashboard --help` (a W&B workspace for the diagnostics)."""
@@ -30,7 +32,8 @@ def main(args: list[str] | None = None) -> None:
 
     from lightning_ssl.run import RunCLI, SaveRunConfig
 
-    commands = {name: {"default_config_files": [str(shipped("default.yaml"))]} for name in RunCLI.subcommands()}
+    beneath = [str(shipped(name)) for name in configs_beneath(command)]
+    commands = {name: {"default_config_files": beneath} for name in RunCLI.subcommands()}
     RunCLI(
         args=args,
         save_config_callback=SaveRunConfig,
@@ -43,6 +46,40 @@ def main(args: list[str] | None = None) -> None:
 def shipped(name: str) -> Path:
     """The path of a shipped YAML file."""
     return Path(str(files("lightning_ssl.configs"))) / name
+
+
+def configs_beneath(args: list[str]) -> list[str]:
+    """The shipped files that a command's own configs and flags are laid over.
+
+    These are default.yaml and the config of the method and dataset that the flags name: ``--model BYOL --data.dataset
+    cifar10`` stands on cifar10/byol.yaml. A --config that names a method stands alone: jsonargparse would keep those
+    options of the method beneath that both have, DirectPred's linear predictor in BYOL, say.
+    """
+    method, dataset = "directpred", "digits"
+    for flag, value in flag_values(args):
+        if flag in ("--config", "-c") and Path(value).is_file():
+            content = yaml.safe_load(Path(value).read_text())
+            model = content.get("model") if isinstance(content, dict) else None
+            if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
+                return ["default.yaml"]
+        elif flag in ("--model", "--model.class_path"):
+            method = value.rpartition(".")[2].lower()
+        elif flag in ("--data.dataset", "--data.init_args.dataset"):
+            dataset = value
+    for folder in (dataset, "digits"):
+        for file in sorted(shipped(folder).glob("*.yaml")):
+            if file.stem.replace("_", "") == method:
+                return ["default.yaml", f"{folder}/{file.name}"]
+    return ["default.yaml"]
+
+
+def flag_values(args: list[str]) -> list[tuple[str, str]]:
+    """The flags with their values, written ``--flag value`` or ``--flag=value``."""
+    pairs = []
+    for arg, following in zip(args, [*args[1:], ""]):  # noqa: B905 (one longer by design)
+        flag, equals, value = arg.partition("=")
+        pairs.append((flag, value if equals else following))
+    return pairs
 
 
 def resolve_configs(args: list[str]) -> list[str]:
