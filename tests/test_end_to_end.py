@@ -1,0 +1,172 @@
+"""The console script as a person runs it: several processes, interrupts, kills, the report in a browser."""
+
+import csv
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = [sys.executable, "-m", "lightning_ssl"]
+# A small job without batch normalisation, which would see each rank's own rows only.
+JOB = [
+    "--config=digits/byol.yaml",
+    "--model.projector_norm=none",
+    "--model.predictor_norm=none",
+    "--model.backbone=lightning_ssl.nn.SmallConv",
+    "--model.backbone.width=8",
+    "--model.backbone.norm=group",
+    "--trainer.max_epochs=2",
+    "--trainer.limit_train_batches=8",
+    "--trainer.check_val_every_n_epoch=1",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.accelerator=cpu",
+]
+
+
+def environment():
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def fit(folder, *args):
+    command = [*SCRIPT, "fit", *JOB, *args]
+    result = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def log(path):
+    """Every logged value: {(step, key): value}."""
+    with open(path, newline="") as file:
+        return {
+            (int(row["step"]), key): float(value)
+            for row in csv.DictReader(file)
+            for key, value in row.items()
+            if value and key not in ("step", "epoch")
+        }
+
+
+def weights(run):
+    return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def assert_same_run(ours, reference, rtol=1e-4):
+    values, expected = log(ours / "metrics.csv"), log(reference / "metrics.csv")
+    assert values.keys() == expected.keys()
+    for place, value in expected.items():
+        assert values[place] == pytest.approx(value, rel=rtol, abs=1e-4), place
+    for (name, a), b in zip(weights(ours).items(), weights(reference).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    fit(folder, "--run=one", "--data.batch_size=32")
+    return folder / "runs" / "one"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ddp_from_the_console_script(one_process, tmp_path, ranks):
+    flags = [f"--trainer.devices={ranks}", "--trainer.strategy=ddp", f"--data.batch_size={32 // ranks}"]
+    printed = fit(tmp_path, "--run=many", *flags)
+    assert printed.count("BYOL finished after 16 steps") == 1
+    assert_same_run(tmp_path / "runs" / "many", one_process)
+
+
+def test_two_torchrun_agents(one_process, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test", "-m", "lightning_ssl"]
+    flags = ["--run=many", "--data.batch_size=16", "--trainer.strategy=ddp", "--trainer.devices=1"]
+    command = [*launcher, "fit", *JOB, *flags, "--trainer.num_nodes=2"]
+    agents = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        for _ in range(2)
+    ]
+    outputs = [agent.communicate(timeout=400)[0].decode() for agent in agents]
+    assert all(agent.returncode == 0 for agent in agents), outputs[0][-2000:] + outputs[1][-2000:]
+    assert_same_run(tmp_path / "runs" / "many", one_process)
+
+
+def start(folder, *args):
+    return subprocess.Popen(
+        [*SCRIPT, "fit", *JOB, "--data.batch_size=32", *args],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(path, seconds=200):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} was not written"
+        time.sleep(0.02)
+
+
+def test_interrupt_leaves_a_checkpoint_and_a_report_and_the_run_goes_on(one_process, tmp_path):
+    process = start(tmp_path, "--run=one")
+    run = tmp_path / "runs" / "one"
+    wait_for(run / "checkpoints" / "last.ckpt")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (run / "report.html").exists(), err[-2000:]
+    assert "Traceback" not in out
+    fit(tmp_path, "--run=one", "--data.batch_size=32", "--ckpt_path=last")
+    assert_same_run(run, one_process, rtol=1e-6)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.15, 0.4])
+def test_kill_and_resume_is_the_uninterrupted_run(one_process, tmp_path, delay):
+    """Killed without warning, at moments after the first checkpoint: all values and weights come out bit-identical."""
+    process = start(tmp_path, "--run=one")
+    run = tmp_path / "runs" / "one"
+    wait_for(run / "checkpoints" / "last.ckpt")
+    time.sleep(delay)
+    process.kill()
+    process.communicate()
+    fit(tmp_path, "--run=one", "--data.batch_size=32", "--ckpt_path=last")
+    assert log(run / "metrics.csv") == log(one_process / "metrics.csv")
+    reference = weights(one_process)
+    assert all(torch.equal(value, reference[name]) for name, value in weights(run).items())
+
+
+def test_report_opens_offline_in_a_browser(one_process, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    page = (one_process / "report.html").resolve()
+    command = [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{page}"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    for words in ("Learning", "Geometry", "Predictor", "Health", "val/linear_top1", "Config", "Versions"):
+        assert words in shown, words
+    assert shown.count("<svg") > 10
+    outside = re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*", shown)
+    assert not outside, outside
+
+
+def test_readme_commands_name_what_there_is():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    root = Path(__file__).parents[1]
+    for config in re.findall(r"--config ([\w/]+\.yaml)", readme):
+        assert (root / "configs" / config).is_file(), config
+    for link in re.findall(r"\]\((docs/[^)]+)\)", readme):
+        assert (root / link).is_file(), link
