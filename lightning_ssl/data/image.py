@@ -56,6 +56,16 @@ class ImageDataModule(L.LightningDataModule):
         on_corrupt: What to do about a file that cannot be decoded: "error" names it; "skip" warns, leaves it out of
             clean batches and puts the next file in its place in training.
         seed: Seed of the order and of the views.
+
+    Example:
+        >>> data = ImageDataModule(batch_size=64, clean_image=True)
+        >>> data.setup()
+        >>> batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+        >>> [tuple(view.shape) for view in batch.views], tuple(batch.image.shape)
+        ([(64, 3, 32, 32), (64, 3, 32, 32)], (64, 3, 32, 32))
+        >>> train, test = data.probe_dataloaders()
+        >>> sum(len(batch.index) for batch in train), sum(len(batch.index) for batch in test)
+        (1437, 360)
     """
 
     def __init__(

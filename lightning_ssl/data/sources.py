@@ -218,7 +218,7 @@ def into_memory(split: Split, size: int, on_corrupt: str) -> Split:
     """Decode all files of a split, resized to one size, into one tensor; corrupt ones are left out if skipped."""
     assert split.paths is not None
     pixels = torch.empty(len(split), 3, size, size, dtype=torch.uint8)
-    kept = []
+    kept: list[int] = []
     for row, path in enumerate(split.paths):
         image = decode_or_none(path, on_corrupt)
         if image is not None:

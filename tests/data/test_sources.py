@@ -1,6 +1,7 @@
 """Every dataset read from small files in its original format, odd image files, and bad roots."""
 
 import subprocess
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,37 @@ def test_image_folder(tmp_path):
     cached = ImageDataModule("image_folder", str(tmp_path), batch_size=4, image_size=24, in_memory=True)
     assert first_batch(cached).views[0].shape == (4, 3, 24, 24)
     assert cached.source.train.pixels.dtype == torch.uint8
+
+
+def test_imagenet(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "test").rename(tmp_path / "val")
+    names = {f"class{i}": (f"name {i}", f"synonym {i}") for i in range(2)}
+    torch.save((names, ["class0"] * 3 + ["class1"] * 3), tmp_path / "meta.bin")
+    module = ImageDataModule("imagenet", str(tmp_path), batch_size=4, image_size=24)
+    assert first_batch(module).views[0].shape == (4, 3, 24, 24)
+    assert module.source.classes == ["name 0", "name 1"]
+    assert [len(loader.dataset) for loader in module.probe_dataloaders()] == [12, 6]
+
+
+@pytest.mark.slow
+def test_cifar10_as_jpeg_files(tmp_path):
+    """Every hundredth of the 60,000 images, from an archive that may lie beside the project."""
+    archive = Path(__file__).resolve().parents[3] / "shared" / "data" / "cifar10-images.tar.gz"
+    if not archive.exists():
+        pytest.skip("cifar10-images.tar.gz is not there")
+    with tarfile.open(archive, "r|gz") as files:
+        for count, member in enumerate(member for member in files if member.isfile()):
+            if count % 100 == 0:
+                files.extract(member, tmp_path, filter="data")
+    module = ImageDataModule("image_folder", str(tmp_path), batch_size=256, image_size=32, in_memory=True)
+    assert first_batch(module).views[0].shape == (256, 3, 32, 32)
+    assert module.num_classes == 10
+    train, test = ([*loader] for loader in module.probe_dataloaders())
+    assert torch.cat([batch.label for batch in train]).bincount().tolist() == [50] * 10
+    assert torch.cat([batch.label for batch in test]).bincount().tolist() == [10] * 10
+    original = decode(sorted(str(path) for path in (tmp_path / "train" / "airplane").iterdir())[0])
+    assert torch.equal(module.source.train.pixels[0], original)  # already of the right size
 
 
 def test_odd_image_files_load_as_rgb(tmp_path):
