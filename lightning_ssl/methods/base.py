@@ -141,8 +141,11 @@ class Method(L.LightningModule):
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
             raise ValueError(f"scheduler={self.scheduler!r} needs the run's length: set max_epochs or max_steps")
-        steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
-        warmup = round(self.warmup_epochs * steps_per_epoch)
+        warmup = 0
+        if self.warmup_epochs:
+            self.trainer.fit_loop.setup_data()  # until then the length of an epoch is unknown
+            steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
+            warmup = round(self.warmup_epochs * steps_per_epoch)
         scheduler = warmup_cosine(optimizer, int(total), warmup, cosine=self.scheduler == "cosine")
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -1,10 +1,12 @@
 """Two gloo ranks under DistributedDataParallel take the gradient of one process on the concatenated batch."""
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ssl.data import ImageDataModule
 from lightning_ssl.methods import BYOL, RAFT, BarlowTwins, BYOLPrime, DirectPred, SimCLR, SimSiam
 from tests.ddp import run_ranks
 from tests.methods.helpers import make_batch, norm_free, rows_of
@@ -71,3 +73,31 @@ def test_gradients_on_two_ranks_equal_one_process(case, cut):
             torch.testing.assert_close(rank_gradients[name], gradient, rtol=1e-7, atol=1e-10, msg=name)
         for name, tensor in state.items():
             torch.testing.assert_close(rank_state[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def train(method, options, **trainer):
+    model = norm_free(method, **options)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    data = ImageDataModule(batch_size=16 // trainer.get("devices", 1), image_size=16)
+    trainer = L.Trainer(accelerator="cpu", max_steps=6, limit_val_batches=0, **quiet, **trainer)
+    trainer.fit(model, datamodule=data)
+    return model.state_dict(), trainer.callback_metrics["train/loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [SimCLR, DirectPred])
+def test_a_trainer_on_two_ranks_ends_where_one_process_does(method):
+    state, loss = train(method, {"optimizer": sgd}, devices=1)
+    ranks_state, ranks_loss = train(method, {"optimizer": sgd}, devices=2, strategy="ddp_spawn")
+    torch.testing.assert_close(ranks_loss, loss, rtol=1e-4, atol=1e-6)
+    for name, tensor in state.items():
+        torch.testing.assert_close(ranks_state[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
