@@ -1,5 +1,6 @@
 """The papers' quantities as pure functions: tensors in, tensors out."""
 
+from lightning_ssl.functional.covariance_operator import covariance_operator, covariance_operator_norms
 from lightning_ssl.functional.geometry import alignment, effective_rank, uniformity
 from lightning_ssl.functional.losses import (
     barlow_twins_loss,
@@ -30,6 +31,8 @@ __all__ = [
     "byol_loss",
     "commutator_norm",
     "correlation_loss",
+    "covariance_operator",
+    "covariance_operator_norms",
     "cross_model_loss",
     "direct_predictor",
     "effective_predictor",
