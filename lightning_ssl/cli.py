@@ -83,12 +83,21 @@ def flag_values(args: list[str]) -> list[tuple[str, str]]:
 
 
 def resolve_configs(args: list[str]) -> list[str]:
-    """Let ``--config cifar10/byol.yaml`` name a shipped file, unless there is one of that name here."""
-    resolved = []
-    for previous, arg in zip(["", *args], args):  # noqa: B905 (one longer by design)
+    """Let ``--config cifar10/byol.yaml`` name a shipped file, unless there is one of that name here.
+
+    Several names may be joined by commas, as a sweep's parameter needs it. Configs come before flags, wherever they
+    stand, so that a flag always has the last word.
+    """
+    configs, others = [], []
+    rest = iter(args)
+    for arg in rest:
         flag, equals, value = arg.partition("=")
-        name = value if equals and flag in ("--config", "-c") else arg if previous in ("--config", "-c") else None
-        if name is not None and not Path(name).exists() and shipped(name).is_file():
-            arg = arg.removesuffix(name) + str(shipped(name))
-        resolved.append(arg)
-    return resolved
+        if flag not in ("--config", "-c"):
+            others.append(arg)
+            continue
+        value = value if equals else next(rest, "")
+        names = value.split(",") if value.endswith(".yaml") and not Path(value).exists() else [value]
+        for name in names:
+            found = not Path(name).exists() and shipped(name).is_file()
+            configs.append(f"{flag}={shipped(name) if found else name}")
+    return [*others[:1], *configs, *others[1:]]

@@ -112,13 +112,20 @@ def test_shipped_configs_are_found_by_their_bare_names(folder):
     found = str(shipped("default.yaml"))
     assert resolve_configs(["fit", "--config", "default.yaml", "-c=default.yaml"]) == [
         "fit",
-        "--config",
-        found,
+        f"--config={found}",
         f"-c={found}",
     ]
+    byol = str(shipped("cifar10/byol.yaml"))
+    assert resolve_configs(["fit", "--run", "a", "-c", "default.yaml,cifar10/byol.yaml"]) == [
+        "fit",
+        f"-c={found}",
+        f"-c={byol}",
+        "--run",
+        "a",
+    ]
     Path("default.yaml").write_text("{}")  # the user's own file comes first
-    assert resolve_configs(["fit", "-c", "default.yaml"]) == ["fit", "-c", "default.yaml"]
-    assert resolve_configs(["fit", "--config", "none.yaml"]) == ["fit", "--config", "none.yaml"]
+    assert resolve_configs(["fit", "-c", "default.yaml"]) == ["fit", "-c=default.yaml"]
+    assert resolve_configs(["fit", "--config", "none.yaml"]) == ["fit", "--config=none.yaml"]
 
 
 @pytest.mark.parametrize(
