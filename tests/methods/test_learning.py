@@ -91,6 +91,7 @@ def measure(model, seed):
     predictor = getattr(model, "predictor", torch.nn.Identity())
     views = module.on_after_batch_transfer(next(iter(module.val_dataloader())), 0).views
     alignment = functional.cross_model_loss(*(predictor(model.project(view)) for view in views[:2]))
+    model.train()  # the Trainer keeps the mode it finds
     return 100 * float(accuracy), float(uniformity), float(alignment)
 
 
