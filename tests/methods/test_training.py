@@ -138,6 +138,18 @@ def test_logs_and_predictions():
     torch.testing.assert_close(prediction["features"], model.eval()(make_batch().image))
 
 
+@pytest.mark.parametrize("method", [SimCLR, BarlowTwins])
+def test_a_lone_last_sample_is_left_out_of_validation(method):
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    full, lone = loader(1), loader(1, rows=1)
+    model = small(method).eval()
+    losses = [
+        trainer.validate(model, torch.utils.data.DataLoader([*full, *extra], batch_size=None), verbose=False)
+        for extra in ([], lone)
+    ]
+    assert losses[0] == losses[1] and "val/loss" in losses[0][0]
+
+
 # --- bad batches ---
 
 
