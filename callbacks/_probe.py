@@ -171,7 +171,7 @@ class Probe(L.Callback):
             try:
                 values = self.evaluate(train, test, num_classes, trainer)
             except (ValueError, torch.linalg.LinAlgError) as error:  # rows are the same on all ranks: so is this
-                warn_once(self._who, f"nothing logged at step {logging_step(trainer)}: {error}")
+                warn_once(self._who, "a probe failed, training goes on: ", f"step {logging_step(trainer)}, {error}")
                 return {}
         return {self.key(stage, quantity): float(value) for quantity, value in values.items()}
 
@@ -199,7 +199,8 @@ class Probe(L.Callback):
         if not agree(trainer, problem is None)[0]:
             if isinstance(problem, MisconfigurationException):
                 raise problem
-            warn_once(self._who, f"no probe at step {logging_step(trainer)}: {problem or 'another rank failed'}")
+            detail = f"step {logging_step(trainer)}, {problem or 'on another rank'}"
+            warn_once(self._who, "a probe failed, training goes on: ", detail)
             return None
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)] if pieces else [None] * 3
         rows, labels, index = (gather_rows(trainer, column) for column in columns)
@@ -237,8 +238,7 @@ class Probe(L.Callback):
                 )
             if data.trainer is None:  # a second dataset, which the trainer does not look after
                 data.trainer = trainer
-                data.prepare_data()
-                data.setup("fit")
+                self._prepare(trainer, data)
             loaders = data.probe_dataloaders()
             return [_Sharded(loader) for loader in loaders]
         if data is None:
@@ -251,6 +251,18 @@ class Probe(L.Callback):
                 f"`data` must be a DataModule or a pair (train_loader, test_loader), got {type(data).__name__}"
             )
         return data
+
+    def _prepare(self, trainer: L.Trainer, data: L.LightningDataModule) -> None:
+        """Collective: download on one rank of each machine, then set up on all."""
+        problem: Exception | None = None
+        if trainer.local_rank == 0:
+            try:
+                data.prepare_data()
+            except Exception as error:
+                problem = error
+        if not agree(trainer, problem is None)[0]:
+            raise MisconfigurationException(f"{self._who}: the probe data cannot be had: {problem or 'see rank 0'}")
+        data.setup("fit")
 
     @property
     def _who(self) -> str:

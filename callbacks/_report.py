@@ -22,11 +22,11 @@ from torch import Tensor
 _warned: set[tuple[str, str]] = set()
 
 
-def warn_once(who: str, message: str) -> None:
-    """Warn on rank 0, once for each message of one callback."""
+def warn_once(who: str, message: str, detail: object = "") -> None:
+    """Warn on rank 0, once for each message of one callback, with the detail of its first time."""
     if (who, message) not in _warned:
         _warned.add((who, message))
-        rank_zero_warn(f"{who}: {message}")
+        rank_zero_warn(f"{who}: {message}{detail}")
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -43,6 +43,7 @@ def log_now(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
     row = {**values, "epoch": trainer.current_epoch}
     for logger in trainer.loggers:
         _guarded(logger, "log_metrics", partial(logger.log_metrics, row, step=step))
+        _guarded(logger, "save", logger.save)  # as Lightning does: a killed run keeps what it logged
 
 
 def log_for_callbacks(pl_module: LightningModule, values: Mapping[str, float]) -> None:
@@ -78,7 +79,7 @@ def log_figure(trainer: Trainer, folder: Path | None, key: str, draw: Callable[[
     try:
         figure = draw()
     except Exception as error:
-        warn_once(key, f"the picture could not be drawn: {error}")
+        warn_once(key, "the picture could not be drawn: ", error)
         return
     if folder is not None:
         write_file(folder / "pictures" / key / f"step_{step:08d}.png", lambda f: figure.savefig(f, format="png"))
@@ -115,14 +116,14 @@ def write_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     except Exception as error:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
-        warn_once(path.parent.name, f"could not write {path.name}: {error}")
+        warn_once(str(path.parent), "could not write files: ", error)
 
 
 def _guarded(logger: Any, what: str, call: Callable[[], Any]) -> None:
     try:
         call()
     except Exception as error:
-        warn_once(type(logger).__name__, f"{what} failed, training goes on: {error}")
+        warn_once(type(logger).__name__, f"{what} failed, training goes on: ", error)
 
 
 def _scalar(value: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What both the effective rank and the collapse monitor read from features: rank, deviations, uniformity."""
+"""What both the effective rank and the collapse monitor read from features."""
 
 from __future__ import annotations
 
@@ -8,48 +8,60 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_ssl.callbacks._ranks import is_distributed
-from lightning_ssl.metrics import EffectiveRank, SecondMoment
+from lightning_ssl import metrics
+from lightning_ssl.callbacks._ranks import gather_rows
 
 ALIVE = 0.01
 
 
-class SpreadValues(NamedTuple):
-    """Effective rank and dimension of the features; of the normalised ones the share of live dimensions, the mean
-    standard deviation in units of 1/sqrt(d), and the effective rank after centring."""
+class Deviations(NamedTuple):
+    """Of l2-normalised rows: the share of dimensions alive, the mean standard deviation in units of 1/sqrt(d), and
+    the participation ratio (tr C)^2 / tr C^2 of their covariance C, a number of dimensions."""
 
-    effective_rank: float
-    dim: int
     alive: float
     std: float
-    centred_rank: float
+    participation: float
+    dim: int
 
 
-class Spread:
-    """Sums over rows, reduced over ranks before anything is decomposed. Zero rows stay zero: they have no direction."""
+class Rows:
+    """Rows of all ranks; every quantity below is taken of all of them, after the gathering."""
 
-    def __init__(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        synced = is_distributed(trainer)
-        self.rank = EffectiveRank(sync_on_compute=synced).to(pl_module.device)
-        # With a constant 1 appended, the second moment holds the mean as well.
-        self.moment = SecondMoment(sync_on_compute=synced).to(pl_module.device)
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
 
     def update(self, rows: Tensor) -> None:
-        self.rank.update(rows)
-        norms = rows.norm(dim=1, keepdim=True)
-        unit = torch.where(norms > 0, rows / norms.clamp_min(torch.finfo(rows.dtype).tiny), 0)
-        self.moment.update(torch.cat([unit, torch.ones_like(norms)], dim=1))
+        if not bool(rows.isfinite().all()):
+            raise ValueError("the features have non-finite rows")
+        self._kept.append(rows.float())  # features come in single precision at most; sums below are double
 
-    def compute(self) -> SpreadValues:
-        moment = self.moment.compute()
-        mean = moment[:-1, -1]
-        covariance = moment[:-1, :-1] - torch.outer(mean, mean)
-        dim = len(mean)
-        deviations = covariance.diagonal().clamp_min(0).sqrt() * dim**0.5
-        singular = torch.linalg.eigvalsh(covariance).clamp_min(0).sqrt()
-        q = singular / singular.sum().clamp_min(torch.finfo(singular.dtype).tiny)
-        centred_rank = float(torch.exp(torch.special.entr(q).sum()))
-        # Rows that are all zero use no dimension; the ranks agree on it, as the moment is global.
-        rank = float(self.rank.compute()) if bool(moment[:-1, :-1].any()) else 0.0
-        alive = float((deviations > ALIVE).double().mean())
-        return SpreadValues(rank, dim, alive, float(deviations.mean()), centred_rank)
+    def gather(self, trainer: L.Trainer) -> Tensor:
+        """Collective."""
+        rows = gather_rows(trainer, torch.cat(self._kept) if self._kept else None)
+        self._kept = []
+        if rows is None or not len(rows):
+            raise ValueError("no rows on any rank")
+        return rows
+
+
+def effective_rank(rows: Tensor) -> float:
+    """The effective rank, through the smaller of the two Gram matrices; 0 if all rows are zero."""
+    if not bool(rows.any()):
+        return 0.0
+    metric = metrics.EffectiveRank(sync_on_compute=False).to(rows.device)
+    metric.update(rows.T if len(rows) < rows.shape[1] else rows)
+    return float(metric.compute())
+
+
+def deviations(rows: Tensor) -> Deviations:
+    """How rows [N, d] spread around their mean on the sphere. Zero rows stay zero: they have no direction."""
+    rows = rows if rows.device.type == "mps" else rows.double()
+    norms = rows.norm(dim=1, keepdim=True)
+    unit = torch.where(norms > 0, rows / norms.clamp_min(torch.finfo(rows.dtype).tiny), 0)
+    centred = unit - unit.mean(dim=0)
+    n, dim = centred.shape
+    std = (centred.square().mean(dim=0) * dim).sqrt()
+    gram = centred @ centred.T if n < dim else centred.T @ centred
+    total = centred.square().sum()
+    participation = total.square() / gram.square().sum().clamp_min(torch.finfo(rows.dtype).tiny)
+    return Deviations(float((std > ALIVE).double().mean()), float(std.mean()), float(participation), dim)

@@ -204,7 +204,7 @@ class Watcher(L.Callback):
         try:
             return True, self.update(pl_module, calls, batch)
         except Exception as error:
-            warn_once(self._who, f"nothing logged at step {logging_step(trainer)}: {error}")
+            warn_once(self._who, "a step was not logged, training goes on: ", f"step {logging_step(trainer)}, {error}")
             return False, 0
 
     def _agreed_compute(
@@ -225,14 +225,14 @@ class Watcher(L.Callback):
         except torch.distributed.DistError:
             raise
         except Exception as error:  # the same on all ranks: after the reduction
-            warn_once(self._who, f"nothing logged at step {logging_step(trainer)}: {error}")
+            warn_once(self._who, "a step was not logged, training goes on: ", f"step {logging_step(trainer)}, {error}")
             return {}
 
     def _guard_report(self, trainer: L.Trainer, step: int, stage: str) -> None:
         try:
             self.report(trainer, step, stage)
         except Exception as error:
-            warn_once(self._who, f"no picture: {error}")
+            warn_once(self._who, "no picture: ", error)
 
     @property
     def _who(self) -> str:
@@ -314,7 +314,7 @@ class FeatureWatcher(Watcher):
                     self._eval_views = max(self._eval_views, len(views))
             except Exception as error:
                 self._eval_ok = False
-                warn_once(self._who, f"held-out features are not logged: {error}")
+                warn_once(self._who, "held-out features are not logged: ", error)
 
     def _eval_end(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self._evaluating:

@@ -9,7 +9,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_ssl.callbacks._spread import Spread
+from lightning_ssl.callbacks._spread import Rows, deviations
 from lightning_ssl.callbacks._watcher import FeatureWatcher
 
 
@@ -25,7 +25,8 @@ class CollapseMonitor(FeatureWatcher):
     Watches the projector, which is what the loss sees: a BatchNorm backbone keeps its own features spread even while
     they collapse behind it. Logs ``collapse/verdict`` (0 healthy, 1 dimensional, 2 complete), ``collapse/std`` (the
     mean standard deviation of the l2-normalised features in units of :math:`1/\sqrt d`: 1 spread, 0 collapsed) and
-    ``collapse/rank`` (effective rank of the centred normalised features).
+    ``collapse/rank``, the participation ratio :math:`(\mathrm{tr}\, C)^2 / \mathrm{tr}\, C^2` of their covariance C:
+    the number of dimensions they spread over, without an eigendecomposition.
 
     Complete collapse: `std` below `complete`, and below half of where the network started: one without normalisation
     layers may start narrow and open up. Dimensional collapse: `rank` below `dimensional`. Either has to hold for
@@ -34,7 +35,7 @@ class CollapseMonitor(FeatureWatcher):
     Args:
         features: dotted path of the submodule whose outputs are watched.
         complete: the deviation below which features count as one point.
-        dimensional: the effective rank below which features count as flat (half the dimension, where that is less).
+        dimensional: the rank below which features count as flat (half the dimension, where that is less).
         patience: observations in a row before the verdict turns.
         stop: end training (`trainer.should_stop`) at complete collapse.
         views: how many views a step holds, where calls and batch size do not tell.
@@ -46,9 +47,9 @@ class CollapseMonitor(FeatureWatcher):
     def __init__(
         self,
         features: str = "projector",
-        complete: float = 0.2,
-        dimensional: float = 3.0,
-        patience: int = 3,
+        complete: float = 0.15,
+        dimensional: float = 2.0,
+        patience: int = 2,
         stop: bool = False,
         views: int | None = None,
         every_n_steps: int | None = 5,
@@ -59,7 +60,7 @@ class CollapseMonitor(FeatureWatcher):
         if not 0 < complete < 1:
             raise ValueError(f"`complete` must lie in (0, 1), got {complete}")
         if not dimensional > 1:
-            raise ValueError(f"`dimensional` must be above 1, the least effective rank there is, got {dimensional}")
+            raise ValueError(f"`dimensional` must be above 1, the least rank there is, got {dimensional}")
         if patience < 1:
             raise ValueError(f"`patience` must be at least 1, got {patience}")
         self.complete, self.dimensional, self.patience, self.stop = complete, dimensional, patience, stop
@@ -68,15 +69,15 @@ class CollapseMonitor(FeatureWatcher):
         self._recent: list[tuple[int, float, float]] = []  # suspicion, std and rank of the last observations
 
     def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._spread = Spread(trainer, pl_module)
+        self._rows = Rows()
 
     def take(self, views: list[Tensor]) -> None:
         for view in views:
-            self._spread.update(view)
+            self._rows.update(view)
 
     def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        values = self._spread.compute()
-        rank = values.centred_rank
+        values = deviations(self._rows.gather(trainer))
+        rank = values.participation
         self._judge(values.std, rank, values.dim)
         return {
             self.key("collapse", "verdict"): float(self.verdict),
@@ -113,7 +114,7 @@ class CollapseMonitor(FeatureWatcher):
             )
         elif self.verdict == Verdict.DIMENSIONAL:
             rank_zero_warn(
-                f"dimensional collapse of {self.features!r} {where}: the effective rank fell to {rank:.2g}; "
+                f"dimensional collapse of {self.features!r} {where}: the features spread over {rank:.2g} dimensions; "
                 "compare train/effective_rank and predictor/eigenvalue_min"
             )
         if self.stop and self.verdict == Verdict.COMPLETE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as L
 from torch import Tensor
 
-from lightning_ssl.callbacks._spread import Spread
+from lightning_ssl.callbacks._spread import Rows, deviations, effective_rank
 from lightning_ssl.callbacks._watcher import FeatureWatcher
 
 
@@ -39,16 +39,17 @@ class EffectiveRank(FeatureWatcher):
         super().__init__(features, views, every_n_steps, every_n_epochs, held_out, name)
 
     def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._spread = Spread(trainer, pl_module)
+        self._rows = Rows()
 
     def take(self, views: list[Tensor]) -> None:
         for view in views:
-            self._spread.update(view)
+            self._rows.update(view)
 
     def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        values = self._spread.compute()
+        rows = self._rows.gather(trainer)
+        values = deviations(rows)
         return {
-            self.key(stage, "effective_rank"): values.effective_rank,
+            self.key(stage, "effective_rank"): effective_rank(rows),
             self.key(stage, "alive_dimensions"): values.alive,
             self.key(stage, "feature_std"): values.std,
         }

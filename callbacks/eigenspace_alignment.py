@@ -18,6 +18,8 @@ from lightning_ssl.callbacks._ranks import is_distributed
 from lightning_ssl.callbacks._report import log_figure, write_file
 from lightning_ssl.callbacks._watcher import Watcher
 
+MAX_HISTORY = 2000  # observations kept
+
 
 class EigenspaceAlignment(Watcher):
     r"""Logs how the predictor W stands to :math:`F = E[f f^T]` of what enters it (DirectPred Sec. 3).
@@ -33,7 +35,8 @@ class EigenspaceAlignment(Watcher):
     A predictor with hidden layers takes part by its effective linear map, fitted by least squares.
 
     The spectra over time go to ``<log folder>/predictor_spectra.npz`` with arrays ``step [T]``, ``eigenvalues``,
-    ``predictor_values`` and ``cosines`` ``[T, d]``; the cloud of :math:`(p_j, s_j)` with the invariant parabola
+    ``predictor_values`` and ``cosines`` ``[T, d]`` (of the past every other observation is dropped where there are
+    more than 2000); the cloud of :math:`(p_j, s_j)` with the invariant parabola
     :math:`s = p^2 / \alpha_p` is drawn.
 
     Args:
@@ -54,7 +57,7 @@ class EigenspaceAlignment(Watcher):
         previous: str | None = None,
         predictor_lr_scale: float = 1.0,
         intercept: bool = False,
-        every_n_steps: int | None = 50,
+        every_n_steps: int | None = 100,
         every_n_epochs: int | None = None,
         picture_every: int = 20,
         name: str | None = None,
@@ -103,6 +106,8 @@ class EigenspaceAlignment(Watcher):
         spectra = torch.stack([values["eigenvalues"], values["predictor_values"], values["cosines"]])
         self._steps.append(int(self._due or 0))
         self._spectra.append(spectra.float().cpu())
+        if len(self._steps) > MAX_HISTORY:  # thin the past, so that a long run needs no more memory
+            self._steps, self._spectra = self._steps[::2], self._spectra[::2]
         logged = {
             "alignment_mean": values["cosine_mean"],
             "alignment_weighted": values["cosine_weighted"],
