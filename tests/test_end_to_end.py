@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -161,12 +160,3 @@ def test_report_opens_offline_in_a_browser(one_process, tmp_path):
     assert shown.count("<svg") > 10
     outside = re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*", shown)
     assert not outside, outside
-
-
-def test_readme_commands_name_what_there_is():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    root = Path(__file__).parents[1]
-    for config in re.findall(r"--config ([\w/]+\.yaml)", readme):
-        assert (root / "configs" / config).is_file(), config
-    for link in re.findall(r"\]\((docs/[^)]+)\)", readme):
-        assert (root / link).is_file(), link
