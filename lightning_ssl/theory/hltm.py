@@ -123,6 +123,15 @@ class HLTMNetwork(nn.Module):
                 linear.bias.copy_(self.bias[level][row, :, 0])
         return tree
 
+    @torch.no_grad()
+    def load_module(self, tree: HLTMTree, run: int = 0) -> None:
+        """Take a module's weights as those of one run: the reverse of :meth:`to_module`."""
+        for name, linear in tree.nodes.items():
+            level, index = latent_position(name, self.branching)
+            row = run * self.branching**level + index
+            self.weight[level][row] = linear.weight
+            self.bias[level][row, :, 0] = linear.bias
+
 
 class HLTMTree(nn.Module):
     """The network of one tree with an ``nn.Linear`` per node, named by its latent: a backbone for any method.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import lightning.pytorch as L
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ssl.callbacks import EigenspaceAlignment
-from lightning_ssl.data import ViewBatch
-from lightning_ssl.methods import BYOL
+from lightning_ssl.callbacks import CovarianceOperatorNorm, EigenspaceAlignment
+from lightning_ssl.data import HLTMDataModule, ViewBatch
+from lightning_ssl.methods import BYOL, SimCLR
 from lightning_ssl.nn.backbones import LinearBackbone
+from lightning_ssl.theory import hltm
+from lightning_ssl.theory.hltm import HLTMNetwork, HLTMTree
 from lightning_ssl.theory.linear import LinearDynamics
 from lightning_ssl.theory.reproduce import overlay as overlays
 from lightning_ssl.theory.reproduce import reproduce
@@ -102,6 +105,61 @@ def test_linear_byol_follows_the_theory(tmp_path: Path) -> None:
             assert gap < 0.02, (name, mark, gap.item())
         moved = max(moved, float((flow[-1] - flow[0]).norm() / flow[0].norm()))
     assert moved > 0.5  # the weights really went somewhere
+
+
+class Logged(L.Callback):
+    """The last logged values of the operators' norms, and the network they belong to."""
+
+    def __init__(self) -> None:
+        self.norms: dict[str, float] = {}
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:  # type: ignore[no-untyped-def]
+        if trainer.global_step == 150:
+            self.tree = copy.deepcopy(module.backbone)
+
+    def on_train_batch_end(self, trainer, module, *args) -> None:  # type: ignore[no-untyped-def]
+        if trainer.global_step == 151:
+            values = trainer.callback_metrics.items()
+            self.norms = {k.removeprefix("cov_op/"): float(v) for k, v in values if k.startswith("cov_op/")}
+
+
+def test_simclr_learns_the_latent_tree_and_the_callback_sees_its_operators(tmp_path: Path) -> None:
+    """Our SimCLR on HLTMDataModule: InfoNCE with one negative on the tree's own output, no projector."""
+    L.seed_everything(0)
+    data = HLTMDataModule(depth=3, lower=0.9, batch_size=512, draws=512 * 160)
+    model = SimCLR(
+        HLTMTree(3, 6), tau=0.1, negatives=1, projector_dim=6, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    model.projector = nn.Identity()
+    network = HLTMNetwork(3, 6)
+
+    def correlation() -> float:
+        network.load_module(model.backbone)
+        generator = torch.Generator().manual_seed(0)
+        return hltm.normalized_correlation(network, data.tree, ["root"], generator)["root"].item()
+
+    before, logged = correlation(), Logged()
+    # Before `logged` in the list, so that its values are there when `logged` looks.
+    operators = CovarianceOperatorNorm(samples=512, directions=6, principal=4, every_n_steps=150)
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        default_root_dir=tmp_path,
+        callbacks=[operators, logged],
+    )
+    trainer.fit(model, datamodule=data)
+    assert correlation() > max(before, 0.85)
+    network.load_module(logged.tree)
+    seen = {k.rpartition(".")[2].rpartition("/")[2]: v for k, v in logged.norms.items()}
+    for name in ("root", "s0", "s1", "s01"):
+        generator = torch.Generator().manual_seed(1)
+        ours = hltm.covariance_operator_norm(network, data.tree, [name], generator, samples=20_000)[name].item()
+        assert seen[name] == pytest.approx(ours, rel=0.15), seen
 
 
 def test_overlay_of_a_linear_run(tmp_path: Path) -> None:

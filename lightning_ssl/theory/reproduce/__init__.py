@@ -24,7 +24,7 @@ class Experiment(NamedTuple):
 
 EXPERIMENTS = {
     "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (7, 7)),
-    "covop-growth": Experiment("trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (10, 60)),
+    "covop-growth": Experiment("trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (5, 60)),
     "two-layer": Experiment("clusters:two_layer", "DDN-v1 Figs 7-8: two-layer networks on ten Gaussians", (1.5, 1.5)),
     "phase-portraits": Experiment("dynamics:phase_portraits", "DirectPred Figs 3, 4, 10: where the modes go", (0.5, 2)),
     "ema-weight-decay": Experiment("dynamics:ema_weight_decay", "DirectPred Fig 5: roles of eta and beta", (0.2, 0.5)),
