@@ -92,9 +92,13 @@ class Sums(NamedTuple):
     within_trace: Tensor  # [m, 2]
 
     @classmethod
-    def zeros(cls, directions: int, principal: int, width: int, device: torch.device | None = None) -> Sums:
+    def shapes(cls, directions: int, principal: int, width: int) -> list[tuple[int, ...]]:
         m, g, s = directions, 1 + directions - principal, width
-        shapes = [(1,), (m, 2, s), (g, s, s), (g, s, s), (m, 2), (m, 2)]
+        return [(1,), (m, 2, s), (g, s, s), (g, s, s), (m, 2), (m, 2)]
+
+    @classmethod
+    def zeros(cls, directions: int, principal: int, width: int, device: torch.device | None = None) -> Sums:
+        shapes = cls.shapes(directions, principal, width)
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def add(self, direction: int, rows: Tensor) -> None:

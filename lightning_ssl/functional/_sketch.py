@@ -10,8 +10,8 @@ E ||S_1 C S_2^T||^2 = ||C||^2 for any operator C, and S_1 C S_2^T is linear in s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,14 @@ class LayerSketch(NamedTuple):
     """Two sketches of one layer's rows.
 
     Attributes:
+        width: numbers a sketched row has.
         filters: ``[R_in, fan_in]``, principal ones, then each sketch's random ones.
         vectors: ``[R_out, units]``, likewise.
         mixes: for each sketch, which products fall into which of its numbers, ``[WIDTH * c]``, and their signs; None
             where the products are few enough to be kept.
     """
 
+    width: int
     filters: Tensor
     vectors: Tensor
     mixes: list[tuple[Tensor, Tensor]] | None
@@ -53,13 +55,17 @@ class LayerSketch(NamedTuple):
         g = self.vectors.to(g) @ layer_output(layer, g)
         return (filtered @ g.mT).flatten(1)
 
+    def to(self, device: torch.device) -> LayerSketch:
+        mixes = self.mixes and [(index.to(device), sign.to(device)) for index, sign in self.mixes]
+        return LayerSketch(self.width, self.filters.to(device), self.vectors.to(device), mixes)
+
     def mix(self, products: Tensor) -> Tensor:
         """Both sketches of the rows, ``[2, n, width]``."""
         if self.mixes is None:
             return products.expand(2, *products.shape)
         return torch.stack(
             [
-                (products[:, index.to(products.device)] * sign.to(products)).unflatten(1, (WIDTH, -1)).sum(-1)
+                (products[:, index] * sign.to(products)).unflatten(1, (self.width, -1)).sum(-1)
                 for index, sign in self.mixes
             ]
         )
@@ -69,7 +75,8 @@ class Basis(NamedTuple):
     """What is fixed before samples are summed.
 
     Attributes:
-        directions: output directions, ``[n_L, n_L]``, orthonormal: principal ones, then random ones.
+        directions: output directions, ``[n_L, m]``, orthonormal: principal ones, then random ones; m = n_L if there
+            is a head.
         followed: how many of them are followed through the whole network.
         principal: how many of those are principal.
         head: the last layers, through which all directions are followed, being cheap there.
@@ -82,6 +89,9 @@ class Basis(NamedTuple):
     head: list[str]
     sketches: dict[str, LayerSketch]
 
+    def to(self, device: torch.device) -> Basis:
+        return self._replace(sketches={name: sketch.to(device) for name, sketch in self.sketches.items()})
+
     def strata(self, name: str) -> tuple[int, int]:
         """How many directions are followed to the layer `name`, and how many count once."""
         whole = len(self.directions)
@@ -89,30 +99,18 @@ class Basis(NamedTuple):
 
 
 class Pilot(NamedTuple):
-    """Sums over a few samples, from which a `Basis` is made; pilots of several ranks add up."""
+    """What a few samples say, from which a `Basis` is made."""
 
-    outputs: Tensor  # [n_L + 1, n_L + 1]: sum of (1, f)(1, f)^T
+    outputs: Tensor  # [n, n_L]
     layers: dict[str, tuple[Tensor, Tensor]]  # range finders of the inputs and of the gradients
     calls: list[tuple[str, int]]  # layers in the order of their calls, and the calls' multiplications
 
-    @classmethod
-    def total(cls, pilots: list[Pilot]) -> Pilot:
-        layers = {
-            name: (_sum([p.layers[name][0] for p in pilots]), _sum([p.layers[name][1] for p in pilots]))
-            for name in pilots[0].layers
-        }
-        return cls(_sum([p.outputs for p in pilots]), layers, pilots[0].calls)
 
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum(0)
-
-
-def run_pilot(model: nn.Module, layers: Mapping[str, nn.Module], views: list[Tensor], first: int, seed: int) -> Pilot:
-    """Look for the principal filters and vectors on `views`, whose first sample is number `first` of all.
+def run_pilot(model: nn.Module, layers: Mapping[str, nn.Module], views: Sequence[Tensor], seed: int) -> Pilot:
+    """Look for the principal filters and vectors on `views`.
 
     With random probes O, sum_t a_t a_t^T O spans what the inputs a span; likewise for the gradients along random
-    output directions. Both are sums over samples.
+    output directions.
     """
 
     def probe_input(name: str, x: Tensor) -> Tensor:
@@ -122,47 +120,36 @@ def run_pilot(model: nn.Module, layers: Mapping[str, nn.Module], views: list[Ten
             y = layer_input(layers[name], x, probes)
         return torch.autograd.grad(y, probes, y.detach())[0].double().cpu()
 
-    def probe_gradient(name: str, inputs: Tensor, g: Tensor) -> Any:
+    def probe_both(name: str, found: Tensor, g: Tensor) -> Tensor:
         g = layer_output(layers[name], g)
         probes = torch.randn(PRINCIPAL, fan(layers[name])[1], generator=generator(seed, name + ".out")).to(g)
-        return _Pair(inputs, torch.einsum("ngut,ngrt->ru", g, probes @ g).double().cpu())
+        return torch.cat([found, torch.einsum("ngut,ngrt->ru", g, probes @ g).double().cpu()], 1)
 
-    outputs: list[Tensor] = []
-    found: list[dict[str, Any]] = []
-    for number, view in enumerate(views):
-        tape = Tape(model, layers, view, probe_input, probe_gradient)
-        f = tape.output.detach().double().cpu()
-        # Each sample has its own direction, whatever rank it is on.
-        random = torch.randn(PILOT, f.shape[1], generator=generator(seed, f"view {number}"), dtype=f.dtype)
-        found.append(tape.play(random[first : first + len(f)], list(layers), last=True))
-        outputs.append(torch.cat([torch.ones_like(f[:, :1]), f], 1))
-    stacked = torch.cat(outputs)
-    names = [name for name in layers if all(name in part for part in found)]
-    ranges = {name: (_sum([p[name].inputs for p in found]), _sum([p[name].gradients for p in found])) for name in names}
-    return Pilot(stacked.T @ stacked, ranges, [call for call in tape.calls if call[0] in ranges])
-
-
-class _Pair(NamedTuple):
-    inputs: Tensor
-    gradients: Tensor
-
-    def __add__(self, other: Any) -> _Pair:  # type: ignore[override]
-        return _Pair(self.inputs + other.inputs, self.gradients + other.gradients)
+    tape = Tape(model, layers, torch.cat(list(views)), probe_input, probe_both)
+    outputs = tape.output.detach().double().cpu()
+    directions = torch.randn(outputs.shape, generator=generator(seed, "pilot"), dtype=outputs.dtype)
+    found = tape.play(directions, list(layers), last=True)
+    ranges = {name: found[name].split(fan(layer), 1) for name, layer in layers.items() if name in found}
+    return Pilot(outputs, ranges, [call for call in tape.calls if call[0] in ranges])
 
 
 def make_basis(pilot: Pilot, layers: Mapping[str, nn.Module], directions: int, principal: int, seed: int) -> Basis:
     """Output directions: the leading principal ones of the pilot's outputs, then random ones from the complement."""
-    count, total, second = pilot.outputs[0, 0], pilot.outputs[0, 1:], pilot.outputs[1:, 1:]
-    n_out = len(total)
-    if directions >= n_out:
-        directions = principal = n_out
-    axes = torch.linalg.eigh(second - torch.outer(total, total) / count)[1].flip(1)
-    random = torch.randn(n_out - principal, n_out - principal, generator=generator(seed), dtype=axes.dtype)
-    rotated = axes[:, principal:] @ torch.linalg.qr(random)[0]
+    n_out = pilot.outputs.shape[1]
     head = _head(pilot.calls, n_out)
-    return Basis(
-        torch.cat([axes[:, :principal], rotated], 1), directions, principal, head, _sketches(pilot, layers, seed)
-    )
+    axes = torch.linalg.svd(pilot.outputs - pilot.outputs.mean(0), full_matrices=False)[2][:principal].T
+    count = n_out if head or directions >= n_out else directions
+    random = torch.randn(n_out, count - axes.shape[1], generator=generator(seed), dtype=axes.dtype)
+    chosen = torch.cat([axes, _complement(random, axes)], 1)
+    followed, once = (n_out, n_out) if directions >= n_out else (directions, axes.shape[1])
+    return Basis(chosen, followed, once, head, _sketches(pilot, layers, seed))
+
+
+def _complement(random: Tensor, axes: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of `random`, orthogonal to `axes` to the last digit."""
+    for _ in range(2):  # once would leave rounding errors
+        random = torch.linalg.qr(random - axes @ (axes.T @ random))[0]
+    return random
 
 
 def _head(calls: list[tuple[str, int]], n_out: int) -> list[str]:
@@ -181,9 +168,12 @@ def _sketches(pilot: Pilot, layers: Mapping[str, nn.Module], seed: int) -> dict[
         dice = generator(seed, name)
         filters, vectors = _bank(inputs, dice), _bank(gradients, dice)
         groups = getattr(layers[name], "groups", 1)
-        exact = _whole(filters) and _whole(vectors) and groups * len(filters) * len(vectors) <= WIDTH
-        mixes = None if exact else [_mix(groups, filters, vectors, which, dice) for which in (0, 1)]
-        sketches[name] = LayerSketch(filters, vectors, mixes)
+        size = groups * len(filters) * len(vectors)
+        if _whole(filters) and _whole(vectors) and size <= WIDTH:
+            sketches[name] = LayerSketch(size, filters, vectors, None)
+        else:
+            mixes = [_mix(groups, filters, vectors, which, dice) for which in (0, 1)]
+            sketches[name] = LayerSketch(WIDTH, filters, vectors, mixes)
     return sketches
 
 
@@ -195,9 +185,7 @@ def _bank(found: Tensor, dice: torch.Generator) -> Tensor:
     principal = torch.linalg.qr(found.T)[0]  # [size, PRINCIPAL]
     banks = [principal.T]
     for _ in range(2 * REPLICAS):
-        random = torch.randn(size, RANDOM, generator=dice, dtype=found.dtype)
-        for _ in range(2):  # twice is enough to be orthogonal to the last digit
-            random = torch.linalg.qr(random - principal @ (principal.T @ random))[0]
+        random = _complement(torch.randn(size, RANDOM, generator=dice, dtype=found.dtype), principal)
         banks.append(random.T * ((size - PRINCIPAL) / RANDOM) ** 0.5)
     return torch.cat(banks)
 

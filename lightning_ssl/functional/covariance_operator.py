@@ -124,12 +124,12 @@ def covariance_operator_norms(
     watched = watched_layers(model, layers)
     device = views[0].device
     with as_found(model, device, seed):
-        pilot = run_pilot(model, watched, [view[:PILOT] for view in views], 0, seed)
+        pilot = run_pilot(model, watched, [view[:PILOT] for view in views], seed)
         check_reached(watched, pilot.layers, layers)
         watched = {name: watched[name] for name in pilot.layers}
         if exact:
             return _exact(model, watched, views, weight, unbiased)
-        basis = make_basis(pilot, watched, directions, principal, seed)
+        basis = make_basis(pilot, watched, directions, principal, seed).to(device)
         tapes = sketching_tapes(model, watched, views, basis)
         forms = None
         if weight is not None:
@@ -193,7 +193,7 @@ def sketching_tapes(
 def sketched_rows(tapes: Sequence[Tape], basis: Basis) -> Iterator[tuple[str, int, Tensor]]:
     """Layer, number of the direction, rows ``[2, V, N, s]``: the first directions to all layers, the others to the
     head's."""
-    for a in [*range(basis.followed, len(basis.directions)), *range(basis.followed)]:
+    for a in [*range(basis.followed, basis.directions.shape[1]), *range(basis.followed)]:
         wanted = list(basis.sketches) if a < basis.followed else basis.head
         if not wanted:
             continue
@@ -212,15 +212,15 @@ def _exact(
 ) -> dict[str, CovarianceOperatorNorms]:
     """All output directions and whole rows, a few layers at a time; the sketches are then identities."""
     sketches = {}
+    sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in watched.items()}
     for name, layer in watched.items():
         fan_in, units = fan(layer)
-        sketches[name] = LayerSketch(torch.eye(fan_in), torch.eye(units), None)
+        sketches[name] = LayerSketch(sizes[name], torch.eye(fan_in), torch.eye(units), None)
     norms: dict[str, CovarianceOperatorNorms] = {}
     tapes = sketching_tapes(model, watched, views, Basis(torch.eye(0), 0, 0, [], sketches))
     outputs = torch.stack([tape.output.detach() for tape in tapes])
     _, n, n_out = outputs.shape
     lap = laplacian(n, _weights(weight, outputs.mean(0)), unbiased, outputs)
-    sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in watched.items()}
     todo = list(watched)
     while todo:
         budget = _EXACT_BUDGET // (len(views) * n * n_out)

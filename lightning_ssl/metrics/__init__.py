@@ -1,5 +1,6 @@
 """The torchmetrics twins: states are sums or rows, the maths is `functional`'s."""
 
+from lightning_ssl.metrics.covariance_operator import CovarianceOperator
 from lightning_ssl.metrics.geometry import Alignment, EffectiveRank, Uniformity
 from lightning_ssl.metrics.knn import KNNAccuracy
 from lightning_ssl.metrics.moments import CorrelationBound, SecondMoment
@@ -8,6 +9,7 @@ from lightning_ssl.metrics.predictor import EigenspaceAlignment
 __all__ = [
     "Alignment",
     "CorrelationBound",
+    "CovarianceOperator",
     "EffectiveRank",
     "EigenspaceAlignment",
     "KNNAccuracy",
