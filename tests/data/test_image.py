@@ -152,8 +152,8 @@ class KillAt(L.Callback):
             raise Killed
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kill_at", [8, 10])  # in the middle of the second of epochs of five steps, and at its end
+# Epochs have five steps: in the middle of the second, with and without a worker that reads ahead, and at its end.
+@pytest.mark.parametrize(("kill_at", "workers"), [(8, 0), (8, 1), (10, 0)])
 def test_a_resumed_run_continues_as_if_never_stopped(tmp_path, kill_at, workers):
     def run(model, path=None, **arguments):
         data = ImageDataModule(batch_size=256, num_workers=workers, seed=3)
