@@ -140,7 +140,7 @@ def table6(run: Run) -> Report:
 
 def covop_growth(run: Run) -> Report:
     """Frobenius norm of the covariance operator during training (median over seeds)."""
-    seeds, epochs = 30, run.pick(4, 50)
+    seeds, epochs = 30, int(run.options.get("epochs") or run.pick(4, 50))
     settings = [(depth, width) for depth in (3, 4, 5) for width in (2, 5, 10)]
     run.start(sum(2**depth * (width + 3) for depth, width in settings) * epochs)
     table = Table(
