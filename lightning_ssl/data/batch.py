@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from lightning_utilities import apply_to_collection
 from torch import Tensor
 
 from lightning_ssl.data.augment import Plan
@@ -53,3 +55,13 @@ class RawBatch(NamedTuple):
     crops: Tensor | None = None
     nuisance: Tensor | None = None
     num_views: int = 0
+
+    def sealed(self) -> RawBatch:
+        """The same batch with its floats as bits: a Trainer converts a batch's floats to its own precision.
+
+        The views must not depend on that; :meth:`opened` undoes it.
+        """
+        return apply_to_collection(self, Tensor, lambda x: x.view(torch.int32) if x.dtype == torch.float32 else x)
+
+    def opened(self) -> RawBatch:
+        return apply_to_collection(self, Tensor, lambda x: x.view(torch.float32) if x.dtype == torch.int32 else x)

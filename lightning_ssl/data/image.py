@@ -205,8 +205,16 @@ class ImageDataModule(L.LightningDataModule):
         return loaders[0], loaders[1]
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if not isinstance(batch, RawBatch):
+            return batch
         with torch.no_grad():
-            return self.pipeline.make_batch(batch) if isinstance(batch, RawBatch) else batch
+            made = self.pipeline.make_batch(batch)
+            if self.trainer is None:
+                return made
+            # Made in single precision whatever the Trainer's, then taken to the model's (64-true, bf16-true).
+            dtype = self.trainer.lightning_module.dtype
+            image = None if made.image is None else made.image.to(dtype)
+            return made._replace(views=tuple(view.to(dtype) for view in made.views), image=image)
 
     def _view_loader(self, split: Split, key: int, batch_size: int, shuffle: bool | str) -> ShardLoader:
         dataset = RawImages(split, self.pipeline, key, True, self.on_corrupt)

@@ -62,6 +62,7 @@ class Pipeline:
 
     def make_batch(self, raw: RawBatch) -> ViewBatch:
         """Make the views, and the clean image if asked for, on whatever device the bytes are."""
+        raw = raw.opened()
         if raw.num_views == 0:
             clean = self.clean(raw)
             return ViewBatch((clean,), raw.label, raw.index, clean)
@@ -124,7 +125,7 @@ class RawImages(EpochDataset):
         return len(self.split)
 
     def __getitems__(self, rows: list[int]) -> RawBatch:
-        return self._from_memory(rows) if self.split.pixels is not None else self._from_files(rows)
+        return (self._from_memory(rows) if self.split.pixels is not None else self._from_files(rows)).sealed()
 
     def _from_memory(self, rows: list[int]) -> RawBatch:
         assert self.split.pixels is not None
@@ -184,7 +185,7 @@ class ProbeImages(EpochDataset):
         return len(self.raw)
 
     def __getitems__(self, rows: list[int]) -> ProbeBatch:
-        batch = self.raw.__getitems__(rows)
+        batch = self.raw.__getitems__(rows).opened()
         return ProbeBatch(self.raw.pipeline.clean(batch), batch.label, batch.index)
 
 
