@@ -58,8 +58,7 @@ RUNS = {
     "BYOL, mean": (BYOL, {**ADAM, "projector_norm": "mean", "predictor_norm": "mean"}),
     "BYOL, detached mean": (BYOL, {**ADAM, "projector_norm": "detached_mean", "predictor_norm": "detached_mean"}),
     "symmetric, EMA": (BYOL, SYMMETRIC),
-    "symmetric, no EMA, alpha_p": (BYOL, {**SYMMETRIC, "momentum": 0.0}),
-    "symmetric, no EMA": (BYOL, {**SYMMETRIC, "momentum": 0.0, "predictor_lr_scale": 1.0}),
+    "symmetric, no EMA": (BYOL, {**SYMMETRIC, "momentum": 0.0}),
 }
 EPOCHS = dict.fromkeys(RUNS, 30) | {"RAFT, linear": 45, "BYOL', linear": 45}  # of 22 steps
 
