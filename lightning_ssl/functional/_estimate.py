@@ -71,7 +71,9 @@ def exact_norms(rows: Tensor, lap: Tensor, unbiased: bool) -> CovarianceOperator
 
 
 def _leading(h: Tensor, block: int = 8, steps: int = 60) -> Tensor:
-    """The largest eigenvalue of a matrix whose eigenvalues are real, by subspace iteration."""
+    """The largest eigenvalue of a matrix whose eigenvalues are real, by subspace iteration if it is large."""
+    if len(h) <= 512:
+        return torch.linalg.eigvals(h).real.max()
     x = torch.randn(len(h), min(block, len(h)), generator=torch.Generator().manual_seed(0), dtype=h.dtype).to(h.device)
     for _ in range(steps):
         x = torch.linalg.qr(h @ x)[0]
@@ -181,7 +183,9 @@ def estimated_norms(operators: Operators, n_out: int, principal: int, exact_rows
     products = inter @ inter.T
     inter_square = square(products)
     whole = operators.inter[0] + share * operators.inter[1:].sum(0)
-    top = torch.linalg.eigvalsh((whole + whole.T) / 2).max() if exact_rows else torch.linalg.matrix_norm(whole, 2)
+    # The leading eigenvector from the principal directions: the few random ones, inflated, would make one up.
+    left, _, right = torch.linalg.svd(operators.inter[0] if principal else whole)
+    top = left[:, 0] @ whole @ right[0]
     intra = operators.intra.flatten(1)
     variance = torch.zeros_like(inter_square)
     if sampled > 1:

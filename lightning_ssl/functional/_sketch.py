@@ -21,7 +21,7 @@ from lightning_ssl.functional._connection import Tape, fan, layer_input, layer_o
 PRINCIPAL = 24  # principal filters and vectors of a layer
 REPLICAS = 4  # of each sketch: independent ones, whose scatter tells the error
 RANDOM = 2  # random filters and vectors of each replica
-WIDTH = 256  # numbers a sketched row has, over all replicas
+WIDTH = 320  # numbers a sketched row has, over all replicas
 PILOT = 16  # samples that the pilot looks at
 HEAD_COST = 0.5  # forward passes that following all directions through the last layers may cost
 
@@ -137,6 +137,7 @@ def make_basis(pilot: Pilot, layers: Mapping[str, nn.Module], directions: int, p
     """Output directions: the leading principal ones of the pilot's outputs, then random ones from the complement."""
     n_out = pilot.outputs.shape[1]
     head = _head(pilot.calls, n_out)
+    principal = min(principal, directions - 2)  # it takes two random directions to tell pairs of them from one
     axes = torch.linalg.svd(pilot.outputs - pilot.outputs.mean(0), full_matrices=False)[2][:principal].T
     count = n_out if head or directions >= n_out else directions
     random = torch.randn(n_out, count - axes.shape[1], generator=generator(seed), dtype=axes.dtype)

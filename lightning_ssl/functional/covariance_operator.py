@@ -81,7 +81,7 @@ def covariance_operator_norms(
     views: Sequence[Tensor],
     layers: Sequence[str] | None = None,
     directions: int = 8,
-    principal: int = 6,
+    principal: int = 5,
     exact: bool = False,
     weight: Callable[[Tensor], Tensor] | Tensor | None = None,
     seed: int = 0,
@@ -98,8 +98,8 @@ def covariance_operator_norms(
         views: two or more batches of the same samples, in the same order, each augmented anew.
         layers: dotted names of Linear or Conv layers; default: all that the model calls.
         directions: output directions to follow, the cost of the estimate; from n_L on, all are.
-        principal: how many of them are the outputs' principal directions; the others are random ones that stand for
-            all the rest, at least 2.
+        principal: how many of them are the outputs' principal directions. The others, never fewer than 2, are random
+            ones that stand for all the rest.
         exact: follow all directions and build all rows; for small networks and batches.
         weight: pair weights of Theorem 4: ``[N, N]``, or a function of the distances r of the samples' mean outputs
             over views, such as ``partial(pair_weight, loss="nce", tau=0.5)``; pass the matrix to take r from
@@ -160,11 +160,10 @@ def norms_of(operators: Operators, name: str, basis: Basis) -> CovarianceOperato
 
 
 def check_directions(directions: int, principal: int) -> None:
-    if directions < 2 or not 0 <= principal <= directions - 2:
-        raise ValueError(
-            "`directions` must be at least 2 and `principal` at most `directions` - 2 (two random directions stand for "
-            f"the rest), got directions={directions}, principal={principal}"
-        )
+    if directions < 2:
+        raise ValueError(f"`directions` must be at least 2, got {directions}")
+    if not 0 <= principal <= directions:
+        raise ValueError(f"`principal` must lie between 0 and `directions`={directions}, got {principal}")
 
 
 def check_reached(watched: Mapping[str, nn.Module], reached: Mapping[str, object], asked: Sequence[str] | None) -> None:

@@ -58,7 +58,7 @@ class CovarianceOperator(ReducedMetric):
         self,
         layers: Sequence[str] | None = None,
         directions: int = 8,
-        principal: int = 6,
+        principal: int = 5,
         unbiased: bool = True,
         seed: int = 0,
         **kwargs: Any,

@@ -121,4 +121,4 @@ def test_bad_use():
     with pytest.raises(ValueError, match="did you mean"):
         CovarianceOperator(layers=["77"]).update(network(), batches())
     with pytest.raises(ValueError, match="principal"):
-        CovarianceOperator(directions=4, principal=4)
+        CovarianceOperator(directions=4, principal=5)
