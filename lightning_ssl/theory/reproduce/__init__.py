@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="the published size rather than the default one")
     parser.add_argument("--out", default="reproduction", help="folder for results; an interrupted run resumes there")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, help="epochs of `table6` and `covop-growth`")
+    parser.add_argument("--epochs", type=int, help="another number of epochs, where there are any")
     group = parser.add_argument_group("overlay", "a run's log folder; the rest is read from its config unless given")
     group.add_argument("--run", metavar="LOGDIR")
     for name in OVERLAY_OPTIONS:

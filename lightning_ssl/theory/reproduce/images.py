@@ -132,7 +132,7 @@ def _measure(model: Any, seed: int) -> dict[str, float]:
 
 def byol_ablations(run: Run) -> Report:
     """RAFT Table 1 and DDN-v1 Tables 3-5 on digits."""
-    seeds, epochs = range(run.seed, run.seed + run.pick(1, 5)), run.pick(30, 60)
+    seeds, epochs = range(run.seed, run.seed + run.pick(1, 5)), int(run.options.get("epochs") or run.pick(30, 60))
     runs: dict[str, tuple[Any, dict[str, Any]]] = {f"raft/{k}": (m, o) for k, (m, o, _) in RAFT_TABLE1.items()}
     runs |= {f"table3/{k}": (BYOL, o) for k, (o, _) in TABLE3.items()}
     runs |= {f"table4/{k}": (BYOL, {**MLP, "projector_norm": k, "predictor_norm": k}) for k in TABLE4}
@@ -237,7 +237,7 @@ def byol_ablations(run: Run) -> Report:
 
 def bound(run: Run) -> Report:
     """Bound Figs 3-4: L_bound and kNN accuracy, over output dimensions and over training."""
-    epochs, every = run.pick(20, 60), run.pick(4, 5)
+    epochs, every = int(run.options.get("epochs") or run.pick(20, 60)), run.pick(4, 5)
     dims = run.pick((4, 8, 16, 32, 64, 128), (4, 8, 16, 32, 64, 128, 256, 512))
     published = {4: (57.16, 76.05), 8: (62.49, 82.14), 16: (67.94, 83.20), 32: (72.73, 84.56), 64: (77.19, 85.05),
                  128: (78.94, 85.78), 256: (81.05, 85.99), 512: (82.79, 87.63)}  # fmt: skip
