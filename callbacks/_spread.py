@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import lightning.pytorch as L
@@ -12,15 +13,18 @@ from lightning_ssl import metrics
 from lightning_ssl.callbacks._ranks import gather_rows
 
 ALIVE = 0.01
+SUSPICIOUS = 3.0  # a participation ratio below which the eigenvalues are worth computing
 
 
 class Deviations(NamedTuple):
     """Of l2-normalised rows: the share of dimensions alive, the mean standard deviation in units of 1/sqrt(d), and
-    the participation ratio (tr C)^2 / tr C^2 of their covariance C, a number of dimensions."""
+    the participation ratio (tr C)^2 / tr C^2 of their covariance C, a number of dimensions; and their effective rank
+    after centring, or infinity where the participation ratio, a lower bound of it, is no cause to look."""
 
     alive: float
     std: float
     participation: float
+    effective_rank: float
     dim: int
 
 
@@ -64,4 +68,5 @@ def deviations(rows: Tensor) -> Deviations:
     gram = centred @ centred.T if n < dim else centred.T @ centred
     total = centred.square().sum()
     participation = total.square() / gram.square().sum().clamp_min(torch.finfo(rows.dtype).tiny)
-    return Deviations(float((std > ALIVE).double().mean()), float(std.mean()), float(participation), dim)
+    rank = effective_rank(centred) if float(participation) < SUSPICIOUS else math.inf
+    return Deviations(float((std > ALIVE).double().mean()), float(std.mean()), float(participation), rank, dim)

@@ -26,16 +26,17 @@ class CollapseMonitor(FeatureWatcher):
     they collapse behind it. Logs ``collapse/verdict`` (0 healthy, 1 dimensional, 2 complete), ``collapse/std`` (the
     mean standard deviation of the l2-normalised features in units of :math:`1/\sqrt d`: 1 spread, 0 collapsed) and
     ``collapse/rank``, the participation ratio :math:`(\mathrm{tr}\, C)^2 / \mathrm{tr}\, C^2` of their covariance C:
-    the number of dimensions they spread over, without an eigendecomposition.
+    the number of dimensions most of their variance is in.
 
     Complete collapse: `std` below `complete`, and below half of where the network started: one without normalisation
-    layers may start narrow and open up. Dimensional collapse: `rank` below `dimensional`. Either has to hold for
+    layers may start narrow and open up. Dimensional collapse: the effective rank of the centred normalised features
+    below `dimensional`. Either has to hold for
     `patience` observations in a row without recovering.
 
     Args:
         features: dotted path of the submodule whose outputs are watched.
         complete: the deviation below which features count as one point.
-        dimensional: the rank below which features count as flat (half the dimension, where that is less).
+        dimensional: the effective rank below which features count as flat (half the dimension, where that is less).
         patience: observations in a row before the verdict turns.
         stop: end training (`trainer.should_stop`) at complete collapse.
         views: how many views a step holds, where calls and batch size do not tell.
@@ -48,7 +49,7 @@ class CollapseMonitor(FeatureWatcher):
         self,
         features: str = "projector",
         complete: float = 0.15,
-        dimensional: float = 2.0,
+        dimensional: float = 3.0,
         patience: int = 2,
         stop: bool = False,
         views: int | None = None,
@@ -78,7 +79,7 @@ class CollapseMonitor(FeatureWatcher):
     def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
         values = deviations(self._rows.gather(trainer))
         rank = values.participation
-        self._judge(values.std, rank, values.dim)
+        self._judge(values.std, values.effective_rank, values.dim)
         return {
             self.key("collapse", "verdict"): float(self.verdict),
             self.key("collapse", "std"): values.std,
