@@ -33,7 +33,13 @@ SMALL = [
     "--data.batch_size=4",
 ]
 
-QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def test_links_lead_somewhere():
@@ -43,13 +49,13 @@ def test_links_lead_somewhere():
         assert (ROOT / "configs" / config).is_file(), config
 
 
-def test_drop_in_snippet_on_a_stranger():
+def test_drop_in_snippet_on_a_stranger(tmp_path):
     strangers = pytest.importorskip("tests.callbacks.strangers", reason="needs lightly")
     (code,) = re.findall(r"<!-- snippet: drop-in -->\n```python\n(.*?)```", README, re.DOTALL)
 
     class Trainer(L.Trainer):
         def __init__(self, **kwargs):
-            super().__init__(max_epochs=1, limit_train_batches=2, accelerator="cpu", logger=False, **kwargs, **QUIET)
+            super().__init__(default_root_dir=tmp_path, max_epochs=1, limit_train_batches=2, **kwargs, **QUIET)
 
     names = {"L": type("L", (), {"Trainer": Trainer})}
     exec(code, names)
