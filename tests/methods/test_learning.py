@@ -60,7 +60,7 @@ RUNS = {
     "symmetric, EMA": (BYOL, SYMMETRIC),
     "symmetric, no EMA": (BYOL, {**SYMMETRIC, "momentum": 0.0}),
 }
-EPOCHS = dict.fromkeys(RUNS, 30) | {"RAFT, linear": 45, "BYOL', linear": 45}  # of 22 steps
+EPOCHS = dict.fromkeys(RUNS, 30) | {"RAFT, linear": 45, "BYOL', linear": 45, "BYOL, linear": 60}  # of 22 steps
 
 
 class Result(NamedTuple):
