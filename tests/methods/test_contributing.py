@@ -1,5 +1,6 @@
-"""The method that CONTRIBUTING.md adds works as printed there."""
+"""What the documents show runs: the method that CONTRIBUTING.md adds, the arguments of docs/ablations.md."""
 
+import functools
 import importlib
 import re
 import sys
@@ -15,11 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ssl.methods.base import Method
 from lightning_ssl.nn import LinearBackbone
 from tests.ddp import run_ranks
-from tests.methods.helpers import make_batch, rows_of
+from tests.methods.helpers import METHODS, make_batch, rows_of
 from tests.methods.test_ddp import Step
 from tests.methods.test_training import Data
 
-TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+ABLATIONS = re.findall(r"`([A-Za-z]+\([^`]*\))`(?=.*\|$)", (ROOT / "docs" / "ablations.md").read_text(), re.MULTILINE)
 
 
 def block(name):
@@ -79,3 +82,16 @@ def test_examples_gradient_on_two_ranks(tmp_path):
 def test_example_refuses_what_it_says():
     with pytest.raises(ValueError, match="`weight`"):
         sys.modules["variance_example"].Variance(weight=-1.0)
+
+
+@pytest.mark.parametrize("expression", ABLATIONS)
+def test_documented_ablations_construct_and_train(expression):
+    small_ones = {m.__name__: functools.partial(m, backbone="small_conv") for m in METHODS}
+    model = eval(expression, small_ones)
+    loss = model.training_step(make_batch(rows=6, size=32), 0)
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_there_are_documented_ablations():
+    assert len(ABLATIONS) >= 15
