@@ -28,10 +28,10 @@ class CollapseMonitor(FeatureWatcher):
     ``collapse/rank``, the participation ratio :math:`(\mathrm{tr}\, C)^2 / \mathrm{tr}\, C^2` of their covariance C:
     the number of dimensions most of their variance is in.
 
-    Complete collapse: `std` below `complete`, and below half of where the network started: one without normalisation
-    layers may start narrow and open up. Dimensional collapse: the effective rank of the centred normalised features
-    below `dimensional`. Either has to hold for
-    `patience` observations in a row without recovering.
+    Complete collapse: `std` below `complete` and still falling by a tenth an observation, or below half of that; and
+    below half of where the network started: one without normalisation layers may start narrow and open up.
+    Dimensional collapse: the effective rank of the centred normalised features below `dimensional`. Either has to
+    hold for `patience` observations in a row.
 
     Args:
         features: dotted path of the submodule whose outputs are watched.
@@ -97,9 +97,10 @@ class CollapseMonitor(FeatureWatcher):
             return
         if len(self._recent) < self.patience or not all(kind for kind, *_ in self._recent):
             return
-        # Opening up again by a tenth within the last observations: a slow start, not a collapse.
+        # A slow start levels off and opens up again; a collapse goes on.
         quantity = 1 if suspicion == Verdict.COMPLETE else 2
-        if self._recent[-1][quantity] <= 1.1 * min(seen[quantity] for seen in self._recent[:-1] or self._recent):
+        change = self._recent[-1][quantity] / max(self._recent[-2:][0][quantity], 1e-12)
+        if change <= (1.1 if suspicion == Verdict.DIMENSIONAL or std < self.complete / 2 else 0.9):
             self.verdict = Verdict(suspicion)
 
     def report(self, trainer: L.Trainer, step: int, stage: str) -> None:
