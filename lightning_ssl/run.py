@@ -84,7 +84,7 @@ class RunCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--root", type=str, default="runs", help="Folder that holds the runs.")
         parser.add_argument(
-            "--run",
+            "--name",
             type=str | None,
             default=None,
             help="Name of the run's folder in --root. By default a new one, or with --ckpt_path last the latest.",
@@ -93,17 +93,17 @@ class RunCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
-        config.run = config.run or self._run_name(config)
+        config.name = config.name or self._run_name(config)
         if config.trainer.default_root_dir is None:
-            config.trainer.default_root_dir = str(Path(config.root) / config.run)
+            config.trainer.default_root_dir = str(Path(config.root) / config.name)
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
         for logger in loggers:
             kind = getattr(logger, "class_path", "").rpartition(".")[-1]
             if kind.endswith("CSVLogger") or kind == "TensorBoardLogger":
-                places = {"save_dir": config.root, "name": config.run, "version": ""}
+                places = {"save_dir": config.root, "name": config.name, "version": ""}
             elif kind == "WandbLogger":
                 # The run's name is its id, too: the same command resumes the same W&B run.
-                places = {"save_dir": config.trainer.default_root_dir, "name": config.run, "id": config.run}
+                places = {"save_dir": config.trainer.default_root_dir, "name": config.name, "id": config.name}
             else:
                 continue
             for name, value in places.items():
@@ -119,7 +119,7 @@ class RunCLI(LightningCLI):
                 written = sorted(Path(config.root).glob("*/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
                 if not written:
                     self.parser.error(
-                        f"--ckpt_path last: no run in {config.root!r} has a checkpoint; set --root or --run"
+                        f"--ckpt_path last: no run in {config.root!r} has a checkpoint; set --root or --name"
                     )
                 name = written[-1].parents[1].name
             os.environ["LIGHTNING_SSL_RUN"] = name
@@ -160,13 +160,17 @@ class RunCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes the config into the run's folder; a resumed run writes it again."""
+    """Writes the config into the run's folder, without the run's name: used for another run, it makes another folder."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         folder = run_dir(trainer)  # collective
         if trainer.is_global_zero and folder is not None and not self.already_saved:
             folder.mkdir(parents=True, exist_ok=True)
-            self.parser.save(self.config, str(folder / self.config_filename), skip_none=False, overwrite=True)
+            config = self.config.clone()
+            if config.trainer.default_root_dir == str(Path(config.root) / config.name):
+                config.trainer.default_root_dir = None
+            config.name = None
+            self.parser.save(config, str(folder / self.config_filename), skip_none=False, overwrite=True)
         self.already_saved = True
 
 

@@ -41,7 +41,7 @@ def logged(path, key):
 
 
 def test_fit_resume_validate_predict(folder, capsys):
-    main(["fit", "--run=a", "--trainer.max_epochs=1", *SHORT])
+    main(["fit", "--name=a", "--trainer.max_epochs=1", *SHORT])
     printed = capsys.readouterr().out
     for words in (
         "DirectPred finished after 3 steps",
@@ -65,21 +65,21 @@ def test_fit_resume_validate_predict(folder, capsys):
     assert {step: both[step] for step in first} == first
     assert "finished after 6 steps" in capsys.readouterr().out
 
-    main(["validate", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "--run=b", *SHORT])
+    main(["validate", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "--name=b", *SHORT])
     values = rows(folder / "runs" / "b" / "metrics.csv")[-1]
     for key in ("val/linear_top1", "val/knn_top1", "val/uniformity", "val/alignment", "val/effective_rank"):
         assert values[key], key
 
-    main(["predict", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "--run=c", *SHORT])
+    main(["predict", f"--ckpt_path={run / 'checkpoints' / 'last.ckpt'}", "--name=c", *SHORT])
     arrays = np.load(folder / "embeddings.npz")
     assert (np.diff(arrays["index"]) > 0).all()
     assert len(arrays["features"]) == len(arrays["label"]) == len(arrays["index"])
 
 
 def test_uninterrupted_run_is_the_resumed_one(folder):
-    main(["fit", "--run=whole", "--trainer.max_epochs=2", *SHORT])
-    main(["fit", "--run=parts", "--trainer.max_epochs=1", *SHORT])
-    main(["fit", "--run=parts", "--trainer.max_epochs=2", "--ckpt_path=last", *SHORT])
+    main(["fit", "--name=whole", "--trainer.max_epochs=2", *SHORT])
+    main(["fit", "--name=parts", "--trainer.max_epochs=1", *SHORT])
+    main(["fit", "--name=parts", "--trainer.max_epochs=2", "--ckpt_path=last", *SHORT])
     whole, parts = (torch.load(f"runs/{run}/checkpoints/last.ckpt", weights_only=True) for run in ("whole", "parts"))
     assert all(torch.equal(value, parts["state_dict"][name]) for name, value in whole["state_dict"].items())
     assert logged("runs/whole/metrics.csv", "train/loss") == logged("runs/parts/metrics.csv", "train/loss")
@@ -116,11 +116,11 @@ def test_shipped_configs_are_found_by_their_bare_names(folder):
         f"-c={found}",
     ]
     byol = str(shipped("cifar10/byol.yaml"))
-    assert resolve_configs(["fit", "--run", "a", "-c", "default.yaml,cifar10/byol.yaml"]) == [
+    assert resolve_configs(["fit", "--name", "a", "-c", "default.yaml,cifar10/byol.yaml"]) == [
         "fit",
         f"-c={found}",
         f"-c={byol}",
-        "--run",
+        "--name",
         "a",
     ]
     Path("default.yaml").write_text("{}")  # the user's own file comes first

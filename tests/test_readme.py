@@ -72,7 +72,7 @@ def test_commands(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["lightning-ssl"])
     write_cifar(tmp_path / "data")
     write_stl10(tmp_path / "data")
-    main(["fit", "--run=NAME", "--config=digits/directpred.yaml", *SMALL[:3], *SMALL[4:]])
+    main(["fit", "--name=NAME", "--config=digits/directpred.yaml", *SMALL[:3], *SMALL[4:]])
     assert len(COMMANDS) >= 6
     for command in COMMANDS:
         args = shlex.split(command)[1:]
