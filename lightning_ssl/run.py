@@ -160,7 +160,7 @@ class RunCLI(LightningCLI):
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes the config into the run's folder, without the run's name: used for another run, it makes another folder."""
+    """Writes the config into the run's folder, without the run's name: another run with it makes its own folder."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         folder = run_dir(trainer)  # collective
