@@ -19,7 +19,7 @@ class CovarianceOperatorNorms(NamedTuple):
         inter_top: leading eigenvalue of VE.
         intra_norm: Frobenius norm of EV.
         intra_trace: trace of EV.
-        relative_error: estimated relative standard error of `inter_norm`; 0 where it is exact.
+        relative_error: estimated relative standard error of `inter_norm`, at most 1; 0 where it is exact.
     """
 
     inter_norm: Tensor
@@ -121,9 +121,10 @@ class Sums(NamedTuple):
     def operators(self, views: int, unbiased: bool) -> Operators:
         n = self.samples
         divisor = n - 1 if unbiased else n
-        products = self.mean[:, 0].unsqueeze(2) * self.mean[:, 1].unsqueeze(1)
         first = len(self.mean) - len(self.between) + 1
-        centre = torch.cat([products[:first].sum(0, keepdim=True), products[first:]]) / n
+        left, right = self.mean.unbind(1)  # [m, s]
+        single = left[first:].unsqueeze(2) * right[first:].unsqueeze(1)
+        centre = torch.cat([(left[:first].T @ right[:first]).unsqueeze(0), single]) / n
         inter = (self.between - centre) / divisor
         inter_trace = (self.between_trace - self.mean.square().sum(2) / n) / divisor
         intra, intra_trace = self.within / n, self.within_trace / n
@@ -176,22 +177,25 @@ def estimated_norms(operators: Operators, n_out: int, principal: int, exact_rows
         pair_share = share * (rest - 1) / (sampled - 1) if sampled > 1 else 0.0
         return products[..., 0, 0] + share * both + share * own + pair_share * pairs
 
+    def norm(products: Tensor) -> Tensor:
+        """No smaller than the principal directions' share, which nothing can cancel."""
+        return torch.maximum(square(products), products[0, 0]).clamp_min(0).sqrt()
+
     def trace(traces: Tensor) -> Tensor:
         return traces[..., :principal].sum(-1) + share * traces[..., principal:].sum(-1)
 
     inter = operators.inter.flatten(1)
     products = inter @ inter.T
-    inter_square = square(products)
     whole = operators.inter[0] + share * operators.inter[1:].sum(0)
     # The leading eigenvector from the principal directions: the few random ones, inflated, would make one up.
     left, _, right = torch.linalg.svd(operators.inter[0] if principal else whole)
     top = left[:, 0] @ whole @ right[0]
     intra = operators.intra.flatten(1)
-    variance = torch.zeros_like(inter_square)
+    variance = torch.zeros_like(top)
     if sampled > 1:
         # How much the squared norm would change with each random direction.
         size = inter_trace[:, principal:].mean(0)
-        size = size / size.mean()
+        size = torch.nan_to_num(size / size.mean())
         pairs = products[1:, 1:].sum() - products.diagonal()[1:].sum()
         effect = rest * (2 * products[0, 1:] + products.diagonal()[1:])
         effect = effect + 2 * rest * (rest - 1) * pairs / (sampled * (sampled - 1)) * size
@@ -201,11 +205,9 @@ def estimated_norms(operators: Operators, n_out: int, principal: int, exact_rows
         for sides in (operators.inter, operators.inter.mT):
             parts = sides.unflatten(1, (REPLICAS, -1)).flatten(2).transpose(0, 1)
             variance = variance + square(parts @ parts.mT * REPLICAS).var() / REPLICAS
+    inter_norm = norm(products)
+    # Of the norm, half that of its square; beyond 1 it would say no more.
+    relative_error = torch.nan_to_num(variance.sqrt() / (2 * inter_norm.square())).clamp_max(1)
     return CovarianceOperatorNorms(
-        inter_square.clamp_min(0).sqrt(),
-        trace(inter_trace).mean(),
-        top,
-        square(intra @ intra.T).clamp_min(0).sqrt(),
-        trace(intra_trace).mean(),
-        variance.sqrt() / (2 * inter_square).clamp_min(torch.finfo(torch.float64).tiny),
+        inter_norm, trace(inter_trace).mean(), top, norm(intra @ intra.T), trace(intra_trace).mean(), relative_error
     )

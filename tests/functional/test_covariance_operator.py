@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, jacrev, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssl.functional import covariance_operator, covariance_operator_norms, pair_weight, squared_distance
 
@@ -221,6 +222,38 @@ def test_sketches_are_unbiased():
         assert sample.std() < 0.5 * truth
 
 
+class LargestTensor(TorchDispatchMode):
+    """Remembers the size of the largest tensor that is made, views of the weights apart."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.weights:
+                self.size = max(self.size, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("convolution", [False, True])
+def test_memory_does_not_depend_on_the_number_of_weights(convolution):
+    """Nothing as large as one row of the wide layer, of which there are N x V x directions, is ever made."""
+    width = 700
+    if convolution:
+        model = nn.Sequential(nn.Conv2d(2, width, 1), nn.Conv2d(width, width, 3, padding=1), nn.AdaptiveAvgPool2d(1))
+        x = torch.randn(4, 2, 3, 3)
+    else:
+        model = nn.Sequential(nn.Linear(2, 3 * width), nn.Linear(3 * width, 3 * width))
+        x = torch.randn(4, 2)
+    model.append(nn.Flatten()).append(nn.Linear(width if convolution else 3 * width, 12))
+    with LargestTensor(model) as largest:
+        covariance_operator_norms(model, [x, x + 0.1 * torch.randn_like(x)])
+    assert largest.size < model[1].weight.numel() / 4
+
+
 def snapshot(model):
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
@@ -311,6 +344,14 @@ def test_outputs_must_be_rows():
         covariance_operator_norms(model, [x, x])
     with pytest.raises(ValueError, match="no Linear or Conv"):
         covariance_operator_norms(nn.Flatten(), [x, x])
+
+
+def test_a_collapsed_network_has_no_operator():
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12))
+    nn.init.zeros_(model[2].weight)
+    views = [torch.randn(8, 6) for _ in range(2)]
+    value = covariance_operator_norms(model, views)["0"]
+    assert torch.equal(torch.stack(value), torch.zeros(6, dtype=torch.float64))
 
 
 def test_half_precision():
