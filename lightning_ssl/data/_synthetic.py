@@ -81,7 +81,8 @@ class SyntheticDataModule(L.LightningDataModule):
         sampler = ShardSampler(dataset, rank, world_size, even=even)
         # Every draw is new already, so the order needs no shuffling; but it must know the epoch.
         sampler.reshuffle = True
-        return ShardLoader(dataset, sampler=sampler, batch_size=self.batch_size, drop_last=even)
+        batch_size = max(1, min(self.batch_size, len(sampler)))
+        return ShardLoader(dataset, sampler=sampler, batch_size=batch_size, drop_last=even)
 
 
 class _Views(EpochDataset):

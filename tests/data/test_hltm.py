@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_ssl.data.hltm import HLTM, HLTMDataModule, latent_position
+from lightning_ssl.data.loader import ShardLoader, ShardSampler
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -84,6 +85,28 @@ def test_datamodule_is_a_function_of_seed_epoch_and_index() -> None:
     train, test = module.probe_dataloaders()
     assert sum(len(b.index) for b in train) == sum(len(b.index) for b in test) == 10
     assert module.num_features == 8 and module.num_classes == 2
+
+
+def test_two_ranks_see_what_one_sees() -> None:
+    """The b-th batches of both ranks together are the b-th batch of one process, bit for bit."""
+    alone = list(HLTMDataModule(depth=3, draws=64, batch_size=16).train_dataloader())
+    ranks = []
+    for rank in range(2):
+        loader = HLTMDataModule(depth=3, draws=64, batch_size=8).train_dataloader()
+        sampler = ShardSampler(loader.dataset, rank, 2, even=True)
+        ranks.append(list(ShardLoader(loader.dataset, sampler=sampler, batch_size=8)))
+    assert len(ranks[0]) == len(ranks[1]) == len(alone)
+    for whole, *parts in zip(alone, *ranks, strict=True):
+        index = torch.cat([p.index for p in parts])
+        order = index.argsort()
+        assert torch.equal(index[order], whole.index)
+        for view in range(2):
+            assert torch.equal(torch.cat([p.views[view] for p in parts])[order], whole.views[view])
+
+
+def test_validation_has_batches_even_when_small() -> None:
+    batch = next(iter(HLTMDataModule(depth=2, draws=64, batch_size=32, probe_draws=10).val_dataloader()))
+    assert len(batch.views) == 2 and len(batch.index) == 10
 
 
 def test_refuses_bad_input() -> None:
