@@ -19,11 +19,12 @@ SECTIONS = (
     (
         "Geometry",
         "Where the features lie.",
-        ("uniformity", "alignment", "effective_rank", "l_cor", "l_bound", "circle"),
+        ("uniformity", "alignment", "effective_rank", "l_cor", "l_bound", "circle", "correlation"),
     ),
     ("Predictor", "Whether the predictor's eigenspaces follow the features'.", ("predictor/",)),
     ("Operator", "The covariance operator, layer by layer.", ("cov_op",)),
     ("Health", "Signs of collapse.", ("collapse", "std", "alive")),
+    ("Other", "What else was logged.", ("",)),
 )
 STYLE = """
 :root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
@@ -35,21 +36,17 @@ color:#444;font-size:.85rem;text-align:center}pre{overflow:auto;background:#8881
 
 def page(title: str, history: History, folder: Path, how: str, steps: int) -> str:
     """The whole page; everything that comes from the run is escaped."""
-    parts, shown = [], set()
-    for name, note, words in SECTIONS:
-        keys = [key for key in sorted(history) if key not in shown and _belongs(key, words)]
-        shown.update(keys)
+    parts = []
+    for name, note, _ in SECTIONS:
+        keys = [key for key in sorted(history) if _section(key) == name]
         figures = [_figure(key, curve([key], history)) for key in keys]
-        figures += _pictures(folder, words)
+        figures += _pictures(folder, name)
         if name == "Predictor":
             figures += [
                 _figure(f"{path.stem} over time", spectra(path)) for path in sorted(folder.glob("*_spectra.npz"))
             ]
         if figures:
             parts.append(f'<h2>{name}</h2><p class="note">{note}</p><div class="grid">{"".join(figures)}</div>')
-    rest = [key for key in sorted(history) if key not in shown]
-    if rest:
-        parts.append(f'<h2>Other</h2><div class="grid">{"".join(_figure(k, curve([k], history)) for k in rest)}</div>')
     config = folder / "config.yaml"
     if config.is_file():
         parts.append(f"<h2>Config</h2><pre>{html.escape(config.read_text())}</pre>")
@@ -85,16 +82,21 @@ def spectra(path: Path) -> Figure:
     return figure
 
 
-def _belongs(key: str, words: tuple[str, ...]) -> bool:
-    return any(word in key for word in words)
+def _section(key: str) -> str:
+    """The section whose words stand first in a key: ``predictor/alignment_mean`` is the predictor's."""
+    places = {
+        name: min((key.find(word) for word in words if word in key), default=len(key)) for name, _, words in SECTIONS
+    }
+    places["Other"] = len(key) - 1  # last
+    return min(places, key=lambda name: places[name])
 
 
-def _pictures(folder: Path, words: tuple[str, ...]) -> list[str]:
+def _pictures(folder: Path, section: str) -> list[str]:
     """The last picture of each kind that belongs to a section."""
     found = []
     for kind in sorted({path.parent for path in (folder / "pictures").rglob("*.png")}):
         name = kind.relative_to(folder / "pictures").as_posix()
-        if _belongs(f"{name}/", (*words, *(("correlation",) if "l_cor" in words else ()))):
+        if _section(f"{name}/") == section:
             data = base64.b64encode(max(kind.glob("*.png")).read_bytes()).decode()
             image = f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
             found.append(f"<figure>{image}<figcaption>{html.escape(name)}</figcaption></figure>")
