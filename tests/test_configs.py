@@ -55,8 +55,13 @@ class Reusable(RunCLI):
         self.config = self.parser.parse_args(["fit", *resolve_configs(["fit", *args])[1:]])
         return self.config.fit
 
-    def run_fit(self, *args):
-        self.parse(*args)
+    def run_fit(self, *args, full=False, html=False):
+        trainer = self.parse(*args).trainer
+        kept = [c for c in trainer.callbacks if full or c.class_path.endswith(("UniformityAlignment", "RunReport"))]
+        for callback in kept:
+            if callback.class_path.endswith("RunReport"):
+                callback.init_args.html = html  # drawing the page would take half of the time
+        trainer.callbacks = kept
         self.before_instantiate_classes()
         self.instantiate_classes()
         self._run_subcommand("fit")
@@ -255,18 +260,21 @@ def test_overlays_add_to_what_is_there(cli, plain, name):
 # --- two batches ---
 
 
-def run(cli, folder, *args):
-    trainer = cli.run_fit(*args, *SHORT, *CPU, f"--root={folder}", "--run=two")
+def run(cli, folder, *args, full=False, html=False):
+    """Two steps and a validation; with all diagnostics if `full`."""
+    trainer = cli.run_fit(*args, f"--root={folder}", "--name=two", full=full, html=html)
     assert trainer.global_step == 2
-    for key in ("train/loss", "val/loss", "val/linear_top1", "val/knn_top1", "train/uniformity"):
+    probes = ["val/linear_top1", "val/knn_top1"] if full else []
+    for key in ("train/loss", "val/loss", "train/uniformity", *probes):
         assert trainer.logged_metrics[key].isfinite(), key
-    assert (folder / "two" / "report.html").stat().st_size
+    assert (folder / "two" / "config.yaml").stat().st_size and (folder / "two" / "report.html").exists() == html
     return trainer
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_digits_run_for_two_batches(cli, tmp_path, method):
-    trainer = run(cli, tmp_path, "--config", f"digits/{method}.yaml")
+    config = ["--config", f"digits/{method}.yaml"]
+    trainer = run(cli, tmp_path, *config, *SHORT, *CPU, full=True, html=method == "directpred")
     has_predictor = hasattr(trainer.lightning_module, "predictor")
     assert ("predictor/alignment_mean" in trainer.logged_metrics) == has_predictor
 
@@ -287,7 +295,7 @@ def test_real_datasets_run_for_two_batches(cli, tmp_path, data, name):
     smaller = [*SMALLER.get(dataset, []), *SMALLER.get(name, SMALLER.get(method, []))]
     if dataset == "imagenet" and method not in ("barlow_twins", "simsiam"):
         smaller.append("--model.warmup_epochs=0")  # longer than this run
-    run(cli, tmp_path, "--config", name, f"--data.root={data}", *smaller)
+    run(cli, tmp_path, "--config", name, f"--data.root={data}", *smaller, *SHORT, *CPU, full=method == "directpred")
 
 
 @pytest.mark.slow
@@ -297,27 +305,31 @@ def test_ablations_run_for_two_batches(cli, tmp_path, name):
     args = next(args for args in commands() if name in args)
     method = Path(args[1]).name
     configs = [arg for arg in args[2:] if arg.startswith("ablations/")]
-    run(cli, tmp_path, "--config", ",".join([f"digits/{method}", *configs]), "--data.image_size=32")
+    run(cli, tmp_path, "--config", ",".join([f"digits/{method}", *configs]), "--data.views=augment", *SHORT, *CPU)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_overlays_run_for_two_batches(tmp_path, name):
-    """In a process of its own, on one CPU; SyncBatchNorm and float16 need a GPU, several machines need several."""
+@pytest.mark.parametrize("name", ["bf16", "fp16", "cpu"])
+def test_precisions_run_for_two_batches(cli, tmp_path, name):
+    here = ["--trainer.precision=32-true"] if name == "fp16" else []  # float16 needs a GPU
+    run(cli, tmp_path, "--config", f"digits/byol.yaml,overlays/{name}.yaml", *SHORT, *CPU[:2], *here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "multinode", "slurm", "wandb"])
+def test_launchers_run_for_two_batches(tmp_path, name):
+    """In a process of its own, on one CPU: SyncBatchNorm needs a GPU, several machines need several."""
     command = [sys.executable, "-m", "lightning_ssl"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
-    precision = "32-true"
-    if name == "overlays/multinode.yaml":
+    if name == "multinode":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "lightning_ssl"]
-    elif name == "overlays/slurm.yaml":
+    elif name == "slurm":
         slurm = {"JOB_ID": "1", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "NNODES": "1"}
         environment |= {f"SLURM_{key}": value for key, value in slurm.items()}
         environment |= {"SLURM_JOB_NAME": "fit", "SLURM_JOB_NODELIST": "localhost", "SLURM_NTASKS_PER_NODE": "1"}
-    elif name == "overlays/bf16.yaml":
-        precision = "bf16-mixed"
-    one = [*CPU[:2], f"--trainer.precision={precision}", "--trainer.num_nodes=1", "--trainer.sync_batchnorm=false"]
+    one = [*CPU, "--trainer.num_nodes=1", "--trainer.sync_batchnorm=false", "--name=two"]
     done = subprocess.run(
-        [*command, "fit", "--config", "digits/byol.yaml", "--config", name, *SHORT, *one, "--run=two"],
+        [*command, "fit", "--config", f"digits/byol.yaml,overlays/{name}.yaml", *SHORT, *one],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -326,4 +338,4 @@ def test_overlays_run_for_two_batches(tmp_path, name):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "BYOL finished after 2 steps" in done.stdout
-    assert ("wandb" in name) == bool(list(tmp_path.rglob("*.wandb")))
+    assert (name == "wandb") == bool(list(tmp_path.rglob("*.wandb")))
