@@ -90,9 +90,10 @@ def test_training_resumes_after_an_interruption(tmp_path: Path, monkeypatch: pyt
 def test_z_score_and_tables() -> None:
     # (2 - 1) / sqrt(1/3 + 0.6^2/10)
     assert z_score([1.0, 2.0, 3.0], (1.0, 0.6)) == pytest.approx(1 / (1 / 3 + 0.036) ** 0.5)
-    report = Report("T", [("a claim", True), ("another", False)], [Table("t", ["a", "b"], [(1, 0.123456)])])
+    report = Report("T", [("a claim", True), ("another", False)], [Table("t", ["a", "|b|"], [(1, 0.123456)])])
     text = report.markdown()
     assert "- holds: a claim" in text and "- DOES NOT HOLD: another" in text and "| 1 | 0.123 |" in text
+    assert "| a | \\|b\\| |" in text
 
 
 def test_published_table_is_complete() -> None:

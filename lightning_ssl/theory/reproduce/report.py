@@ -21,7 +21,12 @@ class Table:
     rows: list[Sequence[Any]] = field(default_factory=list)
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", "", "| " + " | ".join(self.header) + " |", "|" + "---|" * len(self.header)]
+        lines = [
+            f"**{self.title}**",
+            "",
+            "| " + " | ".join(map(_text, self.header)) + " |",
+            "|" + "---|" * len(self.header),
+        ]
         lines += ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in self.rows]
         return "\n".join(lines)
 
@@ -129,4 +134,5 @@ def z_score(ours: Sequence[float], published: tuple[float, float], n_published: 
 
 
 def _text(cell: Any) -> str:
-    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    text = f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    return text.replace("|", "\\|")  # a bare bar would end the cell
