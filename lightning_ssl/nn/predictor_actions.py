@@ -155,7 +155,9 @@ class DirectPredictorUpdate:
         """
         weight = linear_of(predictor, "DirectPred").weight
         if self._sums is None or self._counts is None:
-            raise RuntimeError("step() without update(): no predictor inputs were seen since the last step; is the module in training mode?")
+            raise RuntimeError(
+                "step() without update(): no predictor inputs were seen; is the module in training mode?"
+            )
         sums, counts = all_reduce_sum(self._sums), all_reduce_sum(self._counts)
         self._sums = self._counts = None
         moments = sums / counts.clamp_min(1)[:, None, None]
