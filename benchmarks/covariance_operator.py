@@ -1,6 +1,6 @@
 """What the covariance operators of all layers of a network cost, in training steps of the same batch.
 
-    python benchmarks/covariance_operator.py [--small]
+    python benchmarks/covariance_operator.py [--small] [--repeats 1]
 
 Times are ratios of CPU time within this run, on one thread. Two comparisons: the default estimate for all layers of a
 CIFAR ResNet-18 with a projector to 128 outputs against one SimCLR step; and exact and estimated norms against
@@ -71,13 +71,12 @@ def against_a_training_step(batch: int, repeats: int) -> None:
     step = seconds(lambda: training_step(model, views, optimizer), repeats)
     print(f"ResNet-18, {batch} x 2 views of 32 x 32, 128 outputs; a training step takes {step:.2f} s")
     for directions, principal in ((4, 2), (8, 5)):
-        norms = covariance_operator_norms(model, views, directions=directions, principal=principal)
+        found = []
+        options = {"directions": directions, "principal": principal}
+        cost = seconds(lambda o=options, f=found: f.append(covariance_operator_norms(model, views, **o)), repeats)
+        norms = found[-1]
         assert len(norms) == 22
         assert all(torch.isfinite(torch.stack(value)).all() for value in norms.values())
-        cost = seconds(
-            lambda d=directions, p=principal: covariance_operator_norms(model, views, directions=d, principal=p),
-            repeats,
-        )
         error = torch.stack([value.relative_error for value in norms.values()]).median()
         print(f"  {directions:3d} directions: {cost / step:.2f} training steps, claimed median error {error:.1%}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -99,7 +98,7 @@ def against_jacobians(batch: int, repeats: int) -> None:
         norms = {}
         for name in weights:
             k = torch.stack([jacobian[name].flatten(2).mT for jacobian in found], 1).detach()
-            norms[name.split(".")[0]] = covariance_operator(k, unbiased=True).inter.norm()
+            norms[name.split(".")[0]] = covariance_operator(k, unbiased=True).inter.double().norm()
         return norms
 
     expected = by_jacobians()
@@ -117,8 +116,9 @@ def against_jacobians(batch: int, repeats: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a quarter of the batch, one run each")
-    small = parser.parse_args().small
+    parser.add_argument("--small", action="store_true", help="a quarter of the batch")
+    parser.add_argument("--repeats", type=int, default=1)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    against_a_training_step(batch=32 if small else 128, repeats=1 if small else 3)
-    against_jacobians(batch=32, repeats=1 if small else 3)
+    against_jacobians(batch=32, repeats=arguments.repeats)
+    against_a_training_step(batch=32 if arguments.small else 128, repeats=arguments.repeats)
