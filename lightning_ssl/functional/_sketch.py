@@ -155,7 +155,11 @@ def _complement(random: Tensor, axes: Tensor) -> Tensor:
 
 def _head(calls: list[tuple[str, int]], n_out: int) -> list[str]:
     """The last layers, as many as it is cheap to follow all output directions to."""
-    budget = HEAD_COST * sum(cost for _, cost in calls)
+    total = sum(cost for _, cost in calls)
+    budget = HEAD_COST * total
+    # The last layer has hardly any overlap between directions to extrapolate from: worth more.
+    if budget < n_out * calls[-1][1] <= 4 * HEAD_COST * total:
+        budget = n_out * calls[-1][1]
     spent, first = 0, len(calls)
     while first and (spent := spent + n_out * calls[first - 1][1]) <= budget:
         first -= 1
