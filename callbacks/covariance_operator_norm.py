@@ -62,7 +62,7 @@ class CovarianceOperatorNorm(Watcher):
         output: str = "projector",
         samples: int = 64,
         directions: int = 8,
-        principal: int = 6,
+        principal: int = 5,
         exact: bool = False,
         weight: Literal["triplet", "nce"] | None = None,
         tau: float = 0.5,

@@ -38,15 +38,12 @@ def fit(folder, run, *more):
 def short(tmp_path_factory):
     """Two epochs of three steps, and a third one resumed from the checkpoint."""
     folder = tmp_path_factory.mktemp("wandb")
-    more = []
-    if hasattr(lightning_ssl.callbacks, "CovarianceOperatorNorm"):
-        more = ["--trainer.callbacks+=lightning_ssl.callbacks.CovarianceOperatorNorm"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")  # restored afterwards: the logger sets it
         patch.setenv("WANDB_SILENT", "true")
         patch.delenv("LIGHTNING_SSL_RUN", raising=False)
-        (first,) = fit(folder, "first-part", "--trainer.max_epochs", "2", *more)
-        parts = fit(folder, "first-part", "--trainer.max_epochs", "3", "--ckpt_path", "last", *more)
+        (first,) = fit(folder, "first-part", "--trainer.max_epochs", "2")
+        parts = fit(folder, "first-part", "--trainer.max_epochs", "3", "--ckpt_path", "last")
     return SimpleNamespace(folder=folder / "runs" / "first-part", first=first, parts=parts)
 
 
@@ -119,8 +116,6 @@ def test_a_resumed_run_is_the_same_wandb_run(short):
 
 @pytest.mark.parametrize("section", dashboard.SECTIONS)
 def test_each_panel_shows_what_is_logged(short, section):
-    if section == "operator" and not hasattr(lightning_ssl.callbacks, "CovarianceOperatorNorm"):
-        pytest.skip("CovarianceOperatorNorm is not there")
     kinds = {"picture": "images", "series": "table"}
     for panel in dashboard.SECTIONS[section]:
         assert panel.x in short.first.keys

@@ -67,8 +67,10 @@ class Method(L.LightningModule):
         self._log_held_out("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        if len(batch.views) > 1:  # clean batches have one view: they are for the callbacks
+        if len(batch.views) > 1:
             self._log_held_out("test", batch)
+        else:  # a clean image has no loss: the call is for the callbacks that watch the projector
+            self.project(batch.views[0])
 
     def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         image = batch.views[0] if batch.image is None else batch.image
