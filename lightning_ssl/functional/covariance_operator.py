@@ -80,8 +80,8 @@ def covariance_operator_norms(
     model: nn.Module,
     views: Sequence[Tensor],
     layers: Sequence[str] | None = None,
-    directions: int = 8,
-    principal: int = 5,
+    directions: int = 16,
+    principal: int | None = None,
     exact: bool = False,
     weight: Callable[[Tensor], Tensor] | Tensor | None = None,
     seed: int = 0,
@@ -98,8 +98,8 @@ def covariance_operator_norms(
         views: two or more batches of the same samples, in the same order, each augmented anew.
         layers: dotted names of Linear or Conv layers; default: all that the model calls.
         directions: output directions to follow, the cost of the estimate; from n_L on, all are.
-        principal: how many of them are the outputs' principal directions. The others, never fewer than 2, are random
-            ones that stand for all the rest.
+        principal: how many of them are the outputs' principal directions, by default five eighths. The others, never
+            fewer than 2, are random ones that stand for all the rest.
         exact: follow all directions and build all rows; for small networks and batches.
         weight: pair weights of Theorem 4: ``[N, N]``, or a function of the distances r of the samples' mean outputs
             over views, such as ``partial(pair_weight, loss="nce", tau=0.5)``; pass the matrix to take r from
@@ -119,6 +119,7 @@ def covariance_operator_norms(
         >>> bool(norms["0"].inter_norm < norms["0"].inter_trace)
         True
     """
+    principal = directions * 5 // 8 if principal is None else principal
     check_directions(directions, principal)
     views = check_views(views)
     watched = watched_layers(model, layers)

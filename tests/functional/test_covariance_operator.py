@@ -178,11 +178,8 @@ def test_default_estimate_is_within_5_percent_and_knows_its_error():
     errors, claimed = torch.tensor(errors), torch.tensor(claimed)
     median = errors.abs().median(1).values.mean(0)  # over layers, then the mean over seeds
     print("median error over layers of inter norm, trace, top, intra norm, trace:", median.tolist())
-    assert median[0] < 0.05
-    assert median[1] < 0.05
-    assert median[3] < 0.10
-    assert median[4] < 0.10
-    assert median[2] < 0.15
+    assert (median[[0, 1, 3, 4]] < 0.05).all()
+    assert median[2] < 0.08  # the leading eigenvalue
     ratio = claimed.square().mean().sqrt() / errors[..., 0].square().mean().sqrt()
     print("claimed over true error:", float(ratio))
     assert 0.4 < ratio < 2.5
