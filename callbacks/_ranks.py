@@ -37,8 +37,10 @@ def agree(trainer: Trainer, ok: bool, number: int = 0) -> tuple[bool, int]:
 
 
 def gather_rows(trainer: Trainer, rows: Tensor | None) -> Tensor | None:
-    """Collective: the rows of all ranks, in rank order; ranks may hold different numbers of rows, or none.
+    """Collective: the rows of all ranks, as many from each as it holds, which may be none.
 
+    They come in the order in which a DistributedSampler deals them: the ranks' first rows, then their second ones; so
+    that what depends on the order is the same at any number of ranks.
     Returns None where no rank has any. Floating-point rows travel as they are, so that a gathered bank is exact.
     """
     if not is_distributed(trainer):
@@ -59,7 +61,8 @@ def gather_rows(trainer: Trainer, rows: Tensor | None) -> Tensor | None:
         padded[: len(rows)] = rows.to(device)
     pieces = [torch.empty_like(padded) for _ in range(world_size)]
     dist.all_gather(pieces, padded)
-    return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+    held = torch.arange(max(counts), device=device)[:, None] < torch.tensor(counts, device=device)
+    return torch.stack(pieces, dim=1)[held]
 
 
 def total(trainer: Trainer, values: Tensor) -> Tensor:
