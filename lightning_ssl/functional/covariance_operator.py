@@ -119,8 +119,7 @@ def covariance_operator_norms(
         >>> bool(norms["0"].inter_norm < norms["0"].inter_trace)
         True
     """
-    principal = directions * 5 // 8 if principal is None else principal
-    check_directions(directions, principal)
+    principal = check_directions(directions, principal)
     views = check_views(views)
     watched = watched_layers(model, layers)
     device = views[0].device
@@ -160,11 +159,14 @@ def norms_of(operators: Operators, name: str, basis: Basis) -> CovarianceOperato
     return estimated_norms(operators, len(basis.directions), basis.strata(name)[1], basis.sketches[name].mixes is None)
 
 
-def check_directions(directions: int, principal: int) -> None:
+def check_directions(directions: int, principal: int | None) -> int:
+    """Refuse impossible numbers; return how many directions are principal ones."""
     if directions < 2:
         raise ValueError(f"`directions` must be at least 2, got {directions}")
+    principal = directions * 5 // 8 if principal is None else principal
     if not 0 <= principal <= directions:
         raise ValueError(f"`principal` must lie between 0 and `directions`={directions}, got {principal}")
+    return principal
 
 
 def check_reached(watched: Mapping[str, nn.Module], reached: Mapping[str, object], asked: Sequence[str] | None) -> None:

@@ -57,14 +57,14 @@ class CovarianceOperator(ReducedMetric):
     def __init__(
         self,
         layers: Sequence[str] | None = None,
-        directions: int = 8,
-        principal: int = 5,
+        directions: int = 16,
+        principal: int | None = None,
         unbiased: bool = True,
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_directions(directions, principal)
+        principal = check_directions(directions, principal)
         self.layers = None if layers is None else list(layers)
         self.directions, self.principal, self.unbiased, self.seed = directions, principal, unbiased, seed
         self.basis: Basis | None = None
