@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,13 +37,9 @@ class OfflineRun:
 
 def read_offline_run(folder: Path) -> OfflineRun:
     """Read the one ``*.wandb`` file in a folder ``offline-run-...``."""
-    from wandb.proto import wandb_internal_pb2
-
     (file,) = folder.glob("*.wandb")
     run = OfflineRun(folder=folder)
-    for data in _records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    for record in _finished(file):
         kind = record.WhichOneof("record_type")
         if kind == "history":
             run.history.append(_flat(record.history.item))
@@ -58,6 +55,19 @@ def read_offline_run(folder: Path) -> OfflineRun:
     return run
 
 
+def _finished(file: Path, timeout: float = 60.0) -> list[Any]:
+    """All records, once the last one is there: a process of W&B's own writes them, also after `wandb.finish`."""
+    from wandb.proto import wandb_internal_pb2
+
+    end = time.monotonic() + timeout
+    while True:
+        records = [wandb_internal_pb2.Record.FromString(data) for data in _records(file.read_bytes())]
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        assert time.monotonic() < end, f"{file} was not finished"
+        time.sleep(0.2)
+
+
 def _records(log: bytes) -> Iterator[bytes]:
     """The records of a log in LevelDB's format: blocks of 32 KiB with pieces (crc, length, kind), after a header."""
     if log[:4] != b":W&B":
@@ -69,6 +79,8 @@ def _records(log: bytes) -> Iterator[bytes]:
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", log, at)
+        if at + 7 + length > len(log):  # still being written
+            return
         record += log[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (_FULL, _LAST):
