@@ -17,6 +17,7 @@ from lightning_ssl.callbacks._places import check_path, find_module
 from lightning_ssl.callbacks._ranks import is_distributed
 from lightning_ssl.callbacks._report import log_figure, write_file
 from lightning_ssl.callbacks._watcher import Watcher
+from lightning_ssl.functional import balance_residual
 
 MAX_HISTORY = 2000  # observations kept
 
@@ -120,7 +121,9 @@ class EigenspaceAlignment(Watcher):
         weight = linear_weight(find_module(pl_module, self.predictor, "predictor"))
         before = self._previous_weight(pl_module)
         if weight is not None and before is not None and len(before) == weight.shape[1]:
-            logged["balance_residual"] = balance_residual(before, weight, self.predictor_lr_scale)
+            logged["balance_residual"] = balance_residual(
+                before.double(), weight.detach().double(), self.predictor_lr_scale
+            )
         return {self.key("predictor", quantity): float(value) for quantity, value in logged.items()}
 
     def _previous_weight(self, pl_module: L.LightningModule) -> Tensor | None:
@@ -173,13 +176,6 @@ class EigenspaceAlignment(Watcher):
         super().load_state_dict(state_dict)
         self._steps = list(state_dict["steps"])
         self._spectra = [] if state_dict["spectra"] is None else list(state_dict["spectra"].cpu())
-
-
-def balance_residual(before: Tensor, predictor: Tensor, predictor_lr_scale: float) -> Tensor:
-    r""":math:`\|V V^T - W^T W / \alpha_p\|_F / \|V V^T\|_F`, which weight decay drives to 0 (DirectPred Theorem 1)."""
-    v, w = before.double(), predictor.detach().double()
-    gram = v @ v.T
-    return (gram - w.T @ w / predictor_lr_scale).norm() / gram.norm().clamp_min(torch.finfo(gram.dtype).tiny)
 
 
 def check_predictor(module: nn.Module, path: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_ssl.callbacks._ranks import gather_rows
 from lightning_ssl.callbacks._report import log_figure
 from lightning_ssl.callbacks._watcher import FeatureWatcher
+from lightning_ssl.functional import principal_plane
 
 
 class RepresentationCircle(FeatureWatcher):
@@ -64,26 +65,12 @@ class RepresentationCircle(FeatureWatcher):
         plane, explained = principal_plane(rows.flatten(0, 1))
         self._angles = list(torch.atan2(plane[:, 1], plane[:, 0]).view(len(rows), -1).T.float().cpu())
         prefix = "circle" if stage == "train" else f"circle_{stage}"
-        return {self.key(prefix, "explained_variance"): explained}
+        return {self.key(prefix, "explained_variance"): float(explained)}
 
     def report(self, trainer: L.Trainer, step: int, stage: str) -> None:
         angles = self._angles
         prefix = "circle" if stage == "train" else f"circle_{stage}"
         log_figure(trainer, self.folder, self.key(prefix, "picture"), lambda: draw(angles, self.pairs, step), step)
-
-
-def principal_plane(rows: Tensor) -> tuple[Tensor, float]:
-    """Rows [N, d] projected to their two leading principal directions, and the share of variance these hold."""
-    unit = torch.nn.functional.normalize(rows, dim=1)
-    centred = unit - unit.mean(dim=0)
-    values, vectors = torch.linalg.eigh(centred.T @ centred)
-    vectors = vectors[:, -2:].flip(1)
-    if vectors.shape[1] < 2:
-        raise ValueError("a circle needs features of at least 2 dimensions")
-    # An eigenvector's sign is arbitrary: fixed, so that the picture is the same on any machine.
-    vectors = vectors * vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()
-    explained = float(values[-2:].sum() / values.sum().clamp_min(torch.finfo(values.dtype).tiny))
-    return centred @ vectors, explained
 
 
 def draw(angles: list[Tensor], pairs: int, step: int, bandwidth: float = 0.1) -> Figure:

@@ -1,7 +1,7 @@
 """The papers' quantities as pure functions: tensors in, tensors out."""
 
 from lightning_ssl.functional.covariance_operator import covariance_operator, covariance_operator_norms
-from lightning_ssl.functional.geometry import alignment, effective_rank, uniformity
+from lightning_ssl.functional.geometry import alignment, effective_rank, principal_plane, uniformity
 from lightning_ssl.functional.losses import (
     barlow_twins_loss,
     byol_loss,
@@ -16,6 +16,7 @@ from lightning_ssl.functional.losses import (
 from lightning_ssl.functional.moments import correlation_loss, error_rate_bound, generalization_bound, second_moment
 from lightning_ssl.functional.predictor import (
     asymmetry,
+    balance_residual,
     commutator_norm,
     direct_predictor,
     effective_predictor,
@@ -27,6 +28,7 @@ from lightning_ssl.functional.probes import fit_linear_probe, knn_predict
 __all__ = [
     "alignment",
     "asymmetry",
+    "balance_residual",
     "barlow_twins_loss",
     "byol_loss",
     "commutator_norm",
@@ -46,6 +48,7 @@ __all__ = [
     "knn_predict",
     "optimal_predictor",
     "pair_weight",
+    "principal_plane",
     "second_moment",
     "simple_contrastive_loss",
     "soft_triplet_loss",

@@ -132,6 +132,31 @@ def _effective_rank_of_values(singular_values: Tensor) -> Tensor:
     return torch.exp(-(q * q.log()).sum())
 
 
+def principal_plane(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The features on the plane of their two leading principal directions (RAFT Fig. 5).
+
+    Args:
+        x: features, ``[N, d]`` with N, d >= 2; rows are scaled to unit length, then centred.
+
+    Returns:
+        Coordinates ``[N, 2]``, and the share of the variance that the plane holds.
+
+    Example:
+        >>> plane, share = principal_plane(torch.eye(3)[:2])
+        >>> tuple(plane.shape), round(float(share), 4)
+        ((2, 2), 1.0)
+    """
+    if x.ndim == 2 and x.shape[1] < 2:
+        raise ValueError(f"`x` needs at least 2 dimensions to have a plane, got {x.shape[1]}")
+    x = _unit_rows(x, "x", min_rows=2)
+    x = x - x.mean(dim=0)
+    values, vectors = torch.linalg.eigh(x.T @ x)
+    vectors = vectors[:, -2:].flip(1)
+    # An eigenvector's sign is arbitrary: fixed, so that the picture is the same on any machine.
+    vectors = vectors * vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()
+    return x @ vectors, values[-2:].sum() / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
+
+
 def _unit_rows(x: Tensor, name: str, min_rows: int = 1) -> Tensor:
     check_rows(x, name, min_rows=min_rows, nonzero=True)
     x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -66,6 +66,27 @@ def asymmetry(W: Tensor) -> Tensor:
     return (W - W.T).norm() / norm.clamp_min(torch.finfo(norm.dtype).tiny)
 
 
+def balance_residual(V: Tensor, W: Tensor, alpha_p: float = 1.0) -> Tensor:
+    r"""How far predictor and layer before are from balanced (DirectPred Theorem 1); weight decay drives it to 0.
+
+    .. math:: \|V V^T - W^T W / \alpha_p\|_F / \|V V^T\|_F
+
+    Args:
+        V: the weight of the linear layer before the predictor, ``[d, e]``.
+        W: the predictor, ``[d, d]``.
+        alpha_p: the predictor's learning rate relative to the rest.
+
+    Example:
+        >>> balance_residual(torch.eye(2), torch.eye(2))
+        tensor(0.)
+    """
+    check_square(W, "W")
+    if V.ndim != 2 or len(V) != len(W):
+        raise ValueError(f"`V` must be [{len(W)}, e], the layer that feeds `W`, got shape {tuple(V.shape)}")
+    gram = V @ V.T
+    return (gram - W.T @ W / alpha_p).norm() / gram.norm().clamp_min(torch.finfo(gram.dtype).tiny)
+
+
 def effective_predictor(inputs: Tensor, outputs: Tensor, bias: bool = False) -> Tensor:
     r"""The linear map nearest to what a predictor does, :math:`\arg\min_W \sum_i \|y_i - W x_i\|^2`.
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn.decomposition import PCA
 
-from lightning_ssl.functional import alignment, effective_rank, geometry, uniformity
+from lightning_ssl.functional import alignment, effective_rank, geometry, principal_plane, uniformity
 
 
 def brute_uniformity(x, t):
@@ -68,6 +69,15 @@ def test_effective_rank_closed_forms():
     assert effective_rank(torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))).item() == pytest.approx(expected)
 
 
+def test_principal_plane_is_scikit_learns_pca():
+    x = torch.randn(30, 5, dtype=torch.float64) + torch.tensor([1.0, 0, 0, 2, 0], dtype=torch.float64)
+    plane, share = principal_plane(x)
+    pca = PCA(2).fit(F.normalize(x, dim=1).numpy())
+    expected = torch.from_numpy(pca.transform(F.normalize(x, dim=1).numpy()))
+    torch.testing.assert_close(plane.abs(), expected.abs())  # up to the axes' signs
+    assert share.item() == pytest.approx(pca.explained_variance_ratio_.sum())
+
+
 def test_effective_rank_gradient():
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(effective_rank, (x,))
@@ -85,6 +95,7 @@ def test_effective_rank_gradient():
         (lambda: alignment(torch.ones(2, 3), torch.ones(3, 3)), "same shape"),
         (lambda: alignment(torch.ones(0, 3), torch.ones(0, 3)), "at least 1 rows"),
         (lambda: effective_rank(torch.zeros(4, 3)), "all zero"),
+        (lambda: principal_plane(torch.ones(4, 1)), "at least 2 dimensions"),
         (lambda: effective_rank(torch.full((4, 3), math.inf)), "non-finite"),
     ],
 )

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_ssl.functional import (
     asymmetry,
+    balance_residual,
     commutator_norm,
     direct_predictor,
     effective_predictor,
@@ -121,6 +122,17 @@ def test_optimal_predictor_of_a_singular_f_is_finite():
     torch.testing.assert_close(f @ W.T, f)
 
 
+def test_balance_residual_is_zero_on_the_invariant_and_what_its_formula_says_off_it():
+    W = torch.randn(D, D, dtype=torch.float64)
+    balanced = torch.linalg.cholesky(W.T @ W / 3.0)  # V V^T = W^T W / alpha_p
+    assert balance_residual(balanced, W, alpha_p=3.0).item() < 1e-12
+    V = torch.randn(D, 7, dtype=torch.float64)
+    difference = [[float(V[i] @ V[j] - W[:, i] @ W[:, j] / 2) for j in range(D)] for i in range(D)]
+    scale = math.sqrt(sum(float(V[i] @ V[j]) ** 2 for i in range(D) for j in range(D)))
+    expected = math.sqrt(sum(v**2 for row in difference for v in row)) / scale
+    assert balance_residual(V, W, alpha_p=2.0).item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_effective_predictor_recovers_a_linear_predictor(bias):
     layer = nn.Linear(D, 3, bias=bias).double()
@@ -150,6 +162,7 @@ def test_effective_predictor_of_collapsed_inputs_is_the_smallest_solution():
         (lambda: commutator_norm(torch.eye(2), torch.full((2, 2), math.nan)), "`W` has non-finite"),
         (lambda: asymmetry(torch.ones(3)), "square"),
         (lambda: direct_predictor(torch.zeros(2, 2)), "collapsed"),
+        (lambda: balance_residual(torch.ones(3, 2), torch.eye(2)), "`V` must be"),
         (lambda: optimal_predictor(torch.eye(2), torch.eye(2), reg=-1.0), "reg"),
         (lambda: effective_predictor(torch.ones(3, 2), torch.ones(4, 2)), "as many rows"),
     ],
