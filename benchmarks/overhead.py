@@ -1,29 +1,32 @@
-"""What the watching callbacks add to a training step: ResNet-18 on CIFAR-size images, default intervals.
+"""What the watching callbacks add to a training run: BYOL on ResNet-18 with the CIFAR stem, batch 256, 32 x 32.
 
-    python benchmarks/overhead.py [--batch-size 256] [--steps 2] [--backbone resnet18]
-
-Every ratio is taken within this run: the median time of a plain step against the median time each callback spends in
-its own hooks when a step is due (an observation), spread over its default interval. Recording adds a copy of the
-features to due steps only, and is inside the hooks' time. The probes are measured apart: they run once an epoch.
+A step takes many seconds on a processor and a default interval is up to 500 steps, so the share is put together from
+what is timed inside a real fit: the median plain step, and the time each callback spends in its hooks, recorder and
+pictures on a step that is due. Share = time of an observation / (default interval x plain step). Steps that are not due
+cost what the last line says. The probes, once an epoch over a labelled set, are not part of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
+import tempfile
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks._bench import Row, Section, main
 from lightning_ssl import callbacks as ours
 from lightning_ssl.data import ViewBatch
 from lightning_ssl.methods import BYOL
+from lightning_ssl.nn import LinearBackbone
 
 WATCHING = [
     "UniformityAlignment",
@@ -34,7 +37,8 @@ WATCHING = [
     "RepresentationCircle",
     "CovarianceOperatorNorm",
 ]
-HOOKS = ["on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end"]
+HOOKS = ["on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
+HOOKS += ["on_train_batch_end"]
 
 
 class Images(Dataset):
@@ -52,28 +56,33 @@ class Images(Dataset):
         return ViewBatch(views, torch.zeros(self.batch_size, dtype=torch.long), torch.arange(self.batch_size))
 
 
-class Clock(L.Callback):
-    """Times whole steps, and every hook of the callbacks it wraps."""
+class Clock:
+    """Times whole steps, and the hooks of the callbacks it wraps: Lightning's and those on the submodules."""
 
     def __init__(self, watched: list[L.Callback]) -> None:
         self.spent: dict[str, list[float]] = defaultdict(list)
         self.steps: list[float] = []
+        self.now: dict[str, float] = defaultdict(float)
         for callback in watched:
+            name = type(callback).__name__
             for hook in HOOKS:
-                self._wrap(callback, hook)
+                setattr(callback, hook, self._timed(name, getattr(callback, hook)))
+            recorder = callback._recorder
+            recorder._before = lambda path, name=name, make=recorder._before: self._timed(name, make(path))
+            recorder._after = lambda path, name=name, make=recorder._after: self._timed(name, make(path))
 
-    def _wrap(self, callback: L.Callback, hook: str) -> None:
-        inner = getattr(callback, hook)
-
-        def timed(*args: Any) -> None:
+    def _timed(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
             start = time.perf_counter()
-            inner(*args)
-            self.now[type(callback).__name__] += time.perf_counter() - start
+            try:
+                return inner(*args)
+            finally:
+                self.now[name] += time.perf_counter() - start
 
-        setattr(callback, hook, timed)
+        return timed
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.now: dict[str, float] = defaultdict(float)
+        self.now.clear()
         self.start = time.perf_counter()
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -82,56 +91,92 @@ class Clock(L.Callback):
             self.spent[name].append(seconds)
 
 
-def fit(arguments: argparse.Namespace, callbacks: list[L.Callback], clock: Clock) -> None:
-    torch.manual_seed(0)
-    method = BYOL(arguments.backbone, predictor="linear")
-    loader = DataLoader(Images(arguments.steps + 1, arguments.batch_size), batch_size=None)
-    trainer = L.Trainer(
-        accelerator=arguments.accelerator,
-        devices=1,
-        max_epochs=1,
-        callbacks=[clock, *callbacks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=arguments.folder,
-    )
-    trainer.fit(method, loader)
+class Hook(L.Callback):
+    """A single hook. Lightning calls callbacks in the order of the list: the clock starts first and stops last."""
+
+    def __init__(self, name: str, hook: Callable[..., None]) -> None:
+        setattr(self, name, hook)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of each run; one more warms up")
-    parser.add_argument("--backbone", default="resnet18")
-    parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--folder", default="benchmarks/results/overhead", help="where the pictures go")
-    arguments = parser.parse_args()
+def fit(method: L.LightningModule, callbacks: list[L.Callback], steps: int, batch_size: int) -> Clock:
+    clock = Clock(callbacks)
+    first, last = (Hook(name, getattr(clock, name)) for name in ("on_train_batch_start", "on_train_batch_end"))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            callbacks=[first, *callbacks, last],
+            logger=CSVLogger(folder),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(method, DataLoader(Images(steps, batch_size), batch_size=None))
+    return clock
+
+
+def watchers() -> list[L.Callback]:
+    return [getattr(ours, name)() for name in WATCHING]
+
+
+def every_step(callbacks: list[L.Callback]) -> list[L.Callback]:
+    for callback in callbacks:
+        callback.every_n_steps = 1
+    return callbacks
+
+
+def idle_cost(steps: int) -> float:
+    """Seconds that a step which no callback is due on takes longer, all of them together, on a network of no size."""
+    medians = []
+    for callbacks in ([], watchers()):
+        for callback in callbacks:
+            callback.every_n_steps = 10**9
+        clock = fit(
+            BYOL(LinearBackbone(out_features=8), projector_hidden=8, projector_dim=8, predictor="linear"),
+            callbacks,
+            steps,
+            2,
+        )
+        medians.append(statistics.median(clock.steps[5:]))
+    return medians[1] - medians[0]
+
+
+def run(tiny: bool = False) -> Section:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    backbone, batch_size, steps = ("small_conv", 16, 3) if tiny else ("resnet18", 256, 4)
+    intervals = {type(callback).__name__: callback.every_n_steps for callback in watchers()}
 
-    plain = Clock([])
-    fit(arguments, [], plain)
-    step = statistics.median(plain.steps[1:])
+    torch.manual_seed(0)
+    method = BYOL(backbone, predictor="linear")
+    plain = fit(method, [], steps, batch_size).steps[1:]
+    weights = [p.detach().clone() for p in method.parameters()]
+    torch.manual_seed(0)
+    method = BYOL(backbone, predictor="linear")
+    watched = fit(method, every_step(watchers()), steps, batch_size)
+    assert all(torch.equal(a, b) for a, b in zip(weights, method.parameters(), strict=True)), "watching changed the run"
 
-    watched = [getattr(ours, name)() for name in WATCHING]
-    intervals = {type(callback).__name__: callback.every_n_steps for callback in watched}
-    for callback in watched:
-        callback.every_n_steps = 1  # each step is due: what is timed is an observation
-    clock = Clock(watched)
-    fit(arguments, watched, clock)
-
-    print(f"plain step: {step:.3f} s (median of {arguments.steps}; {arguments.backbone}, batch {arguments.batch_size})")
-    print(f"{'callback':<24}{'observation':>13}{'in steps':>10}{'interval':>10}{'share':>9}")
-    shares = 0.0
+    step = statistics.median(plain)
+    rows, total = [], 0.0
     for name in WATCHING:
-        seconds = statistics.median(clock.spent[name][1:])
-        share = seconds / (intervals[name] * step)
-        shares += share
-        print(f"{name:<24}{seconds:>11.3f} s{seconds / step:>10.3f}{intervals[name]:>10}{100 * share:>8.2f}%")
-    print(f"{'all, default intervals':<57}{100 * shares:>8.2f}%")
+        times = watched.spent[name][1:]
+        cost = statistics.median(times)
+        share = cost / (intervals[name] * step)
+        total += share
+        spread = f" ({min(times) / step:.2g}-{max(times) / step:.2g})"
+        every = f"every {intervals[name]} steps: {share:.2%}"
+        rows.append(
+            Row(name, "a plain step", f"{cost:.3g} s", f"{step:.3g} s", f"{cost / step:.3g} steps{spread}, {every}")
+        )
+    idle = idle_cost(20 if tiny else 300)
+    rows.append(
+        Row("all, at their defaults", "a plain step", "", f"{step:.3g} s", f"{total:.2%}", "<= 3%", total <= 0.03)
+    )
+    rows.append(
+        Row("all, a step not due", "a plain step", f"{1e6 * idle:.3g} µs", f"{step:.3g} s", f"{idle / step:.2g}")
+    )
+    return Section(rows, [f"The plain step: median of {len(plain)}, {min(plain):.3g} to {max(plain):.3g} s."])
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

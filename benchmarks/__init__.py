@@ -1,0 +1,15 @@
+"""Side-by-side measurements against the peers and the limits: `python -m benchmarks [NAME...]`."""
+
+NAMES = (
+    "augmentation",
+    "knn",
+    "linear_probe",
+    "covariance_operator",
+    "uniformity",
+    "overhead",
+    "throughput",
+    "hltm",
+    "ddp",
+    "growth",
+    "startup",
+)

@@ -1,0 +1,153 @@
+"""What the benchmarks share: turns under one clock, ratios with their spread, and the page they are written to."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import NAMES
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+HEADER = """\
+# Benchmarks
+
+`python -m benchmarks [NAME...]` (with `pip install -e ".[bench]"`) measures and rewrites the sections it ran;
+`python -m benchmarks.NAME` prints one. Contenders do the same work in the same process, threads fixed, in turns, after
+a warm-up; that they give the same answer is asserted before the clock starts. Times are medians; a ratio is that of the
+medians, with the smallest and largest of the single turns behind it. What falls short is printed all the same.
+"""
+
+
+class Row(NamedTuple):
+    """A line of a table; `reached` is None where there is no aim."""
+
+    work: str
+    against: str
+    ours: str
+    theirs: str
+    ratio: str
+    aim: str = ""
+    reached: bool | None = None
+
+
+class Section(NamedTuple):
+    """A benchmark's outcome: lines, remarks, and the packages it was measured with."""
+
+    rows: Sequence[Row]
+    notes: Sequence[str] = ()
+    peers: Sequence[str] = ()
+
+
+def race(contenders: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Wall seconds of each contender's turns. They alternate, so that a busy moment of the machine meets them all."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(warm_up + repeats):
+        for name, run in contenders.items():
+            gc.collect()
+            start = time.perf_counter()
+            run()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def faster(work: str, against: str, ours: list[float], theirs: list[float], aim: float | None = None) -> Row:
+    """How many times as fast ours is; the aim is at least that."""
+    ratio = _ratio(theirs, ours)
+    reached = None if aim is None else statistics.median(theirs) >= aim * statistics.median(ours)
+    return Row(work, against, _time(ours), _time(theirs), f"{ratio} as fast", f">= {aim:g}" if aim else "", reached)
+
+
+def costs(work: str, against: str, ours: list[float], limit: list[float], aim: float | None = None) -> Row:
+    """How many times a limit ours costs; the aim is at most that."""
+    reached = None if aim is None else statistics.median(ours) <= aim * statistics.median(limit)
+    cost = f"{_ratio(ours, limit)} the cost"
+    return Row(work, against, _time(ours), _time(limit), cost, f"<= {aim:g}" if aim else "", reached)
+
+
+def _ratio(a: list[float], b: list[float]) -> str:
+    single = [x / y for x, y in zip(a, b, strict=False)]
+    spread = f" ({min(single):.3g}-{max(single):.3g})" if len(single) > 1 else ""
+    return f"{statistics.median(a) / statistics.median(b):.3g}x{spread}"
+
+
+def _time(seconds: list[float]) -> str:
+    value = statistics.median(seconds)
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+
+def peak_memory(run: Callable[[], object]) -> float:
+    """GB by which the process's resident memory rises at its highest point during `run` (Linux)."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    run()
+    return (_status("VmHWM") - before) / 1e6
+
+
+def _status(key: str) -> int:
+    return int(re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+def machine(peers: Sequence[str], threads: int) -> str:
+    """Processor, cores, threads and versions; nothing that names the host."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else None
+    versions = ", ".join(f"{name} {_version(name)}" for name in dict.fromkeys(["torch", "lightning", *peers]))
+    return (
+        f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} cores, {threads} "
+        f"thread{'s' if threads > 1 else ''}; Python {platform.python_version()}, {versions}."
+    )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [list(Row._fields), ["---"] * len(Row._fields)]
+    for row in rows:
+        lines.append([*row[:-1], {True: "yes", False: "**no**", None: ""}[row.reached]])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write(name: str, text: str) -> None:
+    """Replace one section of the page, and leave the others as they are."""
+    page = PAGE.read_text() if PAGE.exists() else HEADER
+    sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
+    sections[name] = f"\n{text}\n"
+    parts = [f"\n## {known}\n{sections[known].rstrip()}\n" for known in NAMES if known in sections]
+    PAGE.write_text(HEADER + "".join(parts))
+
+
+def main(run: Callable[..., Section]) -> None:
+    """The command line of one benchmark; its module's docstring is the section's introduction."""
+    module = sys.modules[run.__module__]
+    name = Path(str(module.__file__)).stem
+    parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="sizes of a test: shows that it runs, measures nothing")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.parent.name}/{PAGE.name}")
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    section = run(tiny=arguments.tiny)
+    text = "\n\n".join([str(module.__doc__).strip(), table(section.rows), *section.notes])
+    text += f"\n\n{machine(section.peers, arguments.threads)}"
+    print(f"{name}\n{text}\n", flush=True)
+    if arguments.write and not arguments.tiny:
+        write(name, text)
