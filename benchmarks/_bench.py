@@ -134,14 +134,14 @@ def write(name: str, text: str) -> None:
     PAGE.write_text(HEADER + "".join(parts))
 
 
-def main(run: Callable[..., Section]) -> None:
+def main(run: Callable[..., Section], threads: int = 2) -> None:
     """The command line of one benchmark; its module's docstring is the section's introduction."""
     module = sys.modules[run.__module__]
     name = Path(str(module.__file__)).stem
     parser = argparse.ArgumentParser(description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="sizes of a test: shows that it runs, measures nothing")
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.parent.name}/{PAGE.name}")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=threads)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

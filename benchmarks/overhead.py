@@ -164,7 +164,7 @@ def run(tiny: bool = False) -> Section:
         share = cost / (intervals[name] * step)
         total += share
         spread = f" ({min(times) / step:.2g}-{max(times) / step:.2g})"
-        every = f"every {intervals[name]} steps: {share:.2%}"
+        every = f"every {intervals[name]} steps: {share:.4%}"
         rows.append(
             Row(name, "a plain step", f"{cost:.3g} s", f"{step:.3g} s", f"{cost / step:.3g} steps{spread}, {every}")
         )
