@@ -29,15 +29,23 @@ def block(name):
     return re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", TEXT, re.DOTALL).group(1)
 
 
-def write(folder):
-    """The example as an importable module; returns it."""
-    Path(folder, "variance_example.py").write_text(block("method"))
-    sys.path.insert(0, str(folder))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Holds the example as a module; written once, before any process reads it."""
+    folder = tmp_path_factory.mktemp("example")
+    (folder / "variance_example.py").write_text(block("method"))
+    return folder
+
+
+def example(folder):
+    """The example as a module."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
     return importlib.import_module("variance_example")
 
 
-def test_example_trains_from_its_yaml_and_loads_again(tmp_path):
-    module = write(tmp_path)
+def test_example_trains_from_its_yaml_and_loads_again(folder, tmp_path):
+    module = example(folder)
     config = yaml.safe_load(block("config"))
     config["model"]["class_path"] = "variance_example.Variance"
     path = tmp_path / "config.yaml"
@@ -60,7 +68,7 @@ def gradients(step, model, batch):
 
 def example_model(folder):
     torch.manual_seed(0)
-    model = write(folder).Variance(backbone=LinearBackbone(192, 16), dim=4)
+    model = example(folder).Variance(backbone=LinearBackbone(192, 16), dim=4)
     model.projector = nn.Linear(16, 4)  # no batch norm
     return model.double()
 
@@ -71,17 +79,17 @@ def on_rank(rank, world_size, folder):
     return gradients(DistributedDataParallel(Step(model)), model, batch)
 
 
-def test_examples_gradient_on_two_ranks(tmp_path):
-    model = example_model(tmp_path)
+def test_examples_gradient_on_two_ranks(folder):
+    model = example_model(folder)
     expected = gradients(Step(model), model, make_batch(rows=8, dtype=torch.float64))
-    for result in run_ranks(2, on_rank, str(tmp_path)):
+    for result in run_ranks(2, on_rank, str(folder)):
         for name, gradient in expected.items():
             torch.testing.assert_close(result[name], gradient)
 
 
-def test_example_refuses_what_it_says():
+def test_example_refuses_what_it_says(folder):
     with pytest.raises(ValueError, match="`weight`"):
-        sys.modules["variance_example"].Variance(weight=-1.0)
+        example(folder).Variance(weight=-1.0)
 
 
 @pytest.mark.parametrize("expression", ABLATIONS)
