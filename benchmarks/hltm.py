@@ -97,7 +97,9 @@ def run(tiny: bool = False) -> Section:
     rows = [faster(f"{work}, draws alone", "sample by sample", seconds["draws"], scaled["slow draws"])]
     for width in (2, 10):
         rows.append(
-            faster(f"{work}, |N| = {width}", "sample by sample", seconds[f"{width}"], scaled[f"slow {width}"], 200)
+            faster(
+                f"{work}, {width} units a node", "sample by sample", seconds[f"{width}"], scaled[f"slow {width}"], 200
+            )
         )
     return Section(rows)
 

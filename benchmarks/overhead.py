@@ -63,6 +63,7 @@ class Clock:
         self.spent: dict[str, list[float]] = defaultdict(list)
         self.steps: list[float] = []
         self.now: dict[str, float] = defaultdict(float)
+        self.running: str | None = None  # the callback whose hook is at work
         for callback in watched:
             name = type(callback).__name__
             for hook in HOOKS:
@@ -73,10 +74,11 @@ class Clock:
 
     def _timed(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            start = time.perf_counter()
+            start, self.running = time.perf_counter(), name
             try:
                 return inner(*args)
             finally:
+                self.running = None
                 self.now[name] += time.perf_counter() - start
 
         return timed

@@ -15,6 +15,8 @@ from lightning_ssl.functional._checks import check_positive, check_rows, check_s
 
 # The side of a block of similarities: small enough for a CPU's cache, large enough to be fast.
 _BLOCK = 512
+# exp of anything up to this, and sums of many, stay in single precision's range.
+_SAFE_EXPONENT = 32.0
 
 
 def alignment(x: Tensor, y: Tensor, alpha: float = 2.0) -> Tensor:
@@ -70,12 +72,19 @@ class _LogKernelSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, t: float) -> Tensor:
-        total = x.new_tensor(-math.inf)
-        for _, _, cosines in _blocks(x):
-            top = cosines.amax()
-            # In place: the block stays in the cache. -t |a - b|^2 = 2t (cos - 1).
-            block = cosines.sub_(top).mul_(2 * t).exp_().sum().log_() + 2 * t * (top - 1)
-            total = torch.logaddexp(total, block)
+        if t <= _SAFE_EXPONENT / 2:
+            # A product, an exponential and a sum a block; the factor 2t of -t |a - b|^2 = 2t (cos - 1) is in the rows.
+            wide = x.dtype if x.device.type == "mps" else torch.float64
+            sums = x.new_zeros((), dtype=wide)
+            for _, _, cosines in _blocks(x, x * (2 * t)):
+                sums += cosines.exp_().sum()
+            total = (sums.log() - 2 * t).to(x.dtype)
+        else:  # relative to each block's largest, so that a narrow kernel does not underflow
+            total = x.new_tensor(-math.inf)
+            for _, _, cosines in _blocks(x, x):
+                top = cosines.amax()
+                block = cosines.sub_(top).mul_(2 * t).exp_().sum().log_() + 2 * t * (top - 1)
+                total = torch.logaddexp(total, block)
         ctx.t = t
         ctx.save_for_backward(x, total)
         return total
@@ -85,25 +94,29 @@ class _LogKernelSum(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         x, total = ctx.saved_tensors
         grad = torch.zeros_like(x)
-        for rows, columns, cosines in _blocks(x):
+        for rows, columns, cosines in _blocks(x, x):
             weights = cosines.sub_(1).mul_(2 * ctx.t).sub_(total).exp_()  # each pair's share of the sum
             grad[rows].addmm_(weights, x[columns])
             grad[columns].addmm_(weights.T, x[rows])
         return grad.mul_(2 * ctx.t * grad_output), None
 
 
-def _blocks(x: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The cosines of all pairs i < j in blocks; entries that are no such pair are -inf."""
+def _blocks(x: Tensor, y: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The products x_i y_j of all pairs i < j in blocks, valid until the next; entries that are no such pair are -inf."""
+    side = min(_BLOCK, len(x))
+    memory = x.new_empty(side * side)
     for start in range(0, len(x), _BLOCK):
         rows = slice(start, start + _BLOCK)
         for other in range(start, len(x), _BLOCK):
             columns = slice(other, other + _BLOCK)
-            cosines = x[rows] @ x[columns].T
+            left, right = x[rows], y[columns]
+            # Always the same memory: it stays in the cache.
+            products = torch.mm(left, right.T, out=memory[: len(left) * len(right)].view(len(left), len(right)))
             if start == other:
-                if len(cosines) == 1:
+                if len(products) == 1:
                     continue
-                cosines.masked_fill_(torch.ones_like(cosines, dtype=torch.bool).tril_(), -math.inf)
-            yield rows, columns, cosines
+                products.masked_fill_(torch.ones_like(products, dtype=torch.bool).tril_(), -math.inf)
+            yield rows, columns, products
 
 
 def effective_rank(x: Tensor) -> Tensor:
