@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 NORM_EPS = 1e-4
+LOSSES = ("nce", "batch_ratio")
 
 
 class HLTMNetwork(nn.Module):
@@ -81,10 +82,11 @@ class HLTMNetwork(nn.Module):
         return self.preactivations(x)[0][:, 0]
 
     @torch.no_grad()
-    def step(self, x: Tensor, lr: float, tau: float) -> Tensor:
-        """One SGD step of InfoNCE with H = 1 on columns [anchor | positive | negative]; returns the loss, ``[runs]``.
+    def step(self, x: Tensor, lr: float, tau: float, loss: str = "nce") -> Tensor:
+        """One SGD step with H = 1 on columns [anchor | positive | negative]; returns the loss, ``[runs]``.
 
         The same numbers as autograd, without its bookkeeping: the backward pass of a tree is two products a level.
+        For ``loss`` see :func:`train`.
         """
         n = x.shape[-1]
         if self._scratch is None or self._scratch[0][0].shape[-1] != n or self._scratch[0][0].dtype != x.dtype:
@@ -98,7 +100,7 @@ class HLTMNetwork(nn.Module):
             inputs.append(h)
             f = torch.baddbmm(self.bias[level], self.weight[level], h, out=self._scratch[level][0])
             h = f.relu_() if level else f
-        loss, grad = _nce_gradient(f.view(self.runs, self.width, 3, n // 3), tau)
+        value, grad = _contrastive_gradient(f.view(self.runs, self.width, 3, n // 3), tau, loss)
         grad = grad.view(self.runs, self.width, n)
         for level in range(self.depth):
             h, weight = inputs.pop(), self.weight[level].data
@@ -110,7 +112,7 @@ class HLTMNetwork(nn.Module):
             weight.baddbmm_(grad, h.transpose(1, 2), alpha=-lr)
             self.bias[level].data.sub_(grad.sum(-1, keepdim=True), alpha=lr)
             grad = self._scratch[level + 1][1] if level < self.depth - 1 else grad
-        return loss
+        return value
 
     def to_module(self, run: int = 0) -> HLTMTree:
         """One of the networks as an ordinary module of ``nn.Linear`` nodes."""
@@ -177,17 +179,24 @@ def latent_name(level: int, index: int, branching: int = 2) -> str:
     return "s" + "".join(reversed(digits)) if level else "root"
 
 
-def _nce_gradient(f: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """Loss ``[runs]`` and gradient of the mean InfoNCE (H = 1) of f / (|f| + eps) for f ``[runs, width, 3, b]``."""
+def _contrastive_gradient(f: Tensor, tau: float, loss: str) -> tuple[Tensor, Tensor]:
+    """Loss ``[runs]`` of f / (|f| + eps), as in :func:`train`, and its gradient, for f ``[runs, width, 3, b]``."""
     norm = f.square().sum(1, keepdim=True).sqrt_()
     g = f / (norm + NORM_EPS)
     anchor, positive, negative = g.unbind(2)
-    margin = ((anchor - positive).square().sum(1) - (anchor - negative).square().sum(1)) / (2 * tau)  # (r+ - r-) / tau
-    # -log softmax of two terms is softplus(margin), whose derivative is the sigmoid.
-    xi = (torch.sigmoid(margin) / (tau * margin.shape[-1])).unsqueeze(1)
+    b = anchor.shape[-1]
+    gap = (anchor - positive).square().sum(1) - (anchor - negative).square().sum(1)  # 2 (r+ - r-), [runs, b]
+    if loss == "nce":
+        margin = gap / (2 * tau)
+        # -log softmax of two terms is softplus(margin), whose derivative is the sigmoid.
+        value, xi = nn.functional.softplus(margin).mean(-1), torch.sigmoid(margin) / (tau * b)
+    else:
+        share = torch.sigmoid(-gap.mean(-1, keepdim=True) / (f.shape[1] * tau))  # of the positives, one for the batch
+        value, xi = -share[:, 0], 2 * share * (1 - share) / (f.shape[1] * tau * b)
+    xi = xi.unsqueeze(1)
     dg = torch.stack([(negative - positive) * xi, (positive - anchor) * xi, (anchor - negative) * xi], dim=2)
     radial = (dg * f).sum(1, keepdim=True) / (norm.clamp_min(1e-30) * (norm + NORM_EPS).square())
-    return nn.functional.softplus(margin).mean(-1), dg / (norm + NORM_EPS) - f * radial
+    return value, dg / (norm + NORM_EPS) - f * radial
 
 
 def batches(
@@ -215,15 +224,23 @@ def train(
     batch_size: int = 128,
     lr: float = 0.1,
     tau: float = 0.1,
+    loss: str = "nce",
     seed: int = 0,
     values: str = "01",
     start_epoch: int = 0,
     on_epoch: Callable[[int, Tensor], None] | None = None,
 ) -> HLTMNetwork:
-    """Train all runs by SGD on fresh draws, as the published experiments do (D.1).
+    r"""Train all runs by SGD on fresh draws, as the published experiments do (D.1).
 
     An epoch's draws depend on (seed, epoch) alone, so training can be resumed with ``start_epoch``.
     ``on_epoch(epoch, loss)`` is called after each epoch, counted from 1, with the mean loss of each run.
+
+    Losses, of l2-normalised outputs with one negative:
+
+    - "nce": InfoNCE of each sample, :math:`\log(1 + e^{(r_+ - r_-)/\tau})`, :math:`r = |x - y|^2 / 2` (DDN-v2 Eq. 2);
+    - "batch_ratio": what the authors' released code minimises, :math:`-1 / (1 + e^{(d_+ - d_-)/\tau})` with d the mean
+      of :math:`(x - y)^2` over the batch and the coordinates: no logarithm, one number a batch, so smaller steps that
+      fade as the classes part.
     """
     if network.runs != tree.runs or network.depth != tree.depth:
         raise ValueError(
@@ -232,12 +249,14 @@ def train(
         )
     if tau <= 0 or lr <= 0:
         raise ValueError(f"tau={tau} and lr={lr} must be positive.")
+    if loss not in LOSSES:
+        raise ValueError(f"loss={loss!r} is not known: choose one of {LOSSES}.")
     steps = max(1, draws // batch_size)
     for epoch in range(start_epoch, epochs):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         total = torch.zeros(network.runs)
         for x in batches(tree, steps, batch_size, generator, values):
-            total += network.step(x, lr, tau)
+            total += network.step(x, lr, tau, loss)
         if on_epoch is not None:
             on_epoch(epoch + 1, total / steps)
     return network

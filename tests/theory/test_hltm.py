@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -38,29 +39,43 @@ def leaf_law(tree: HLTM, run: int, root: int) -> tuple[torch.Tensor, torch.Tenso
     return patterns, prob
 
 
+def nce(anchor: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor, tau: float) -> torch.Tensor:
+    """InfoNCE of each sample as a cross entropy over two logits; rows [b, width]."""
+    logits = torch.stack([-(anchor - other).square().sum(1) / 2 / tau for other in (positive, negative)], 1)
+    return torch.nn.functional.cross_entropy(logits, torch.zeros(len(anchor), dtype=torch.long))
+
+
+def batch_ratio(anchor: torch.Tensor, positive: torch.Tensor, negative: torch.Tensor, tau: float) -> torch.Tensor:
+    """One ratio for the batch, of mean squared errors over samples and coordinates, no logarithm."""
+    near, far = (torch.exp(-torch.nn.functional.mse_loss(anchor, other) / tau) for other in (positive, negative))
+    return -near / (near + far)
+
+
+@pytest.mark.parametrize("loss", [nce, batch_ratio])
 @pytest.mark.parametrize(("depth", "width", "branching"), [(1, 3, 2), (3, 4, 2), (2, 2, 3)])
-def test_step_equals_autograd(depth: int, width: int, branching: int) -> None:
+def test_step_equals_autograd(depth: int, width: int, branching: int, loss: Any) -> None:
     tree = HLTM(depth, 0.6, runs=3, branching=branching)
     fast = HLTMNetwork(depth, width, 3, branching).double()
-    slow = HLTMNetwork(depth, width, 3, branching).double()
+    modules = [fast.to_module(run).double() for run in range(3)]  # an nn.Linear per node, one network at a time
+    before = [p.clone() for p in fast.parameters()]
     for x in hltm.batches(tree, 4, 8, generator()):
-        x = x.double()
-        f = slow(x)
-        f = f / (f.norm(dim=1, keepdim=True) + 1e-4)
-        anchor, positive, negative = f.unflatten(2, (3, 8)).unbind(2)
-        logits = torch.stack([-(anchor - other).square().sum(1) / 2 / 0.3 for other in (positive, negative)], -1)
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), torch.zeros(24, dtype=torch.long), reduction="none"
-        )
-        loss = loss.view(3, 8).mean(1)
-        slow.zero_grad()
-        loss.sum().backward()
-        with torch.no_grad():
-            for p in slow.parameters():
-                p -= 0.2 * p.grad
-        torch.testing.assert_close(fast.step(x, 0.2, 0.3), loss.detach(), rtol=1e-12, atol=1e-12)
-    for a, b in zip(fast.parameters(), slow.parameters(), strict=True):
+        values = []
+        for module, leaves in zip(modules, x.double(), strict=True):
+            f = module(leaves.T)
+            f = f / (f.norm(dim=1, keepdim=True) + 1e-4)
+            value = loss(*f.split(8), 0.3)
+            module.zero_grad()
+            value.backward()
+            torch.optim.SGD(module.parameters(), lr=0.2).step()
+            values.append(value.detach())
+        got = fast.step(x.double(), 0.2, 0.3, loss.__name__)
+        torch.testing.assert_close(got, torch.stack(values), rtol=1e-12, atol=1e-12)
+    slow = HLTMNetwork(depth, width, 3, branching).double()
+    for run, module in enumerate(modules):
+        slow.load_module(module, run)
+    for a, b, start in zip(fast.parameters(), slow.parameters(), before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+        assert not torch.equal(a, start)
 
 
 def test_runs_are_independent() -> None:
@@ -213,6 +228,8 @@ def test_refuses_bad_input() -> None:
         HLTMNetwork(depth=0)
     with pytest.raises(ValueError, match="make them equal"):
         hltm.train(HLTMNetwork(3, 2, 1), HLTM(4))
+    with pytest.raises(ValueError, match=r"loss='log'.*'nce', 'batch_ratio'"):
+        hltm.train(HLTMNetwork(3, 2, 1), HLTM(3), loss="log")
     with pytest.raises(ValueError, match="tau=0"):
         hltm.train(HLTMNetwork(3, 2, 1), HLTM(3), tau=0)
     with pytest.raises(ValueError, match="not an internal node"):

@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="reproduction", help="folder for results; an interrupted run resumes there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, help="another number of epochs, where there are any")
+    parser.add_argument(
+        "--loss", help='of table6 and covop-growth: "nce" (default) or "batch_ratio", the one of the authors\' code'
+    )
     group = parser.add_argument_group("overlay", "a run's log folder; the rest is read from its config unless given")
     group.add_argument("--run", metavar="LOGDIR")
     for name in OVERLAY_OPTIONS:
@@ -91,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.name in EXPERIMENTS:
         minutes = EXPERIMENTS[args.name].minutes[args.full]
         print(f"{args.name}: about {minutes:g} min on 2 cores; results in {args.out}", flush=True)
-    names = ("run", "epochs", *OVERLAY_OPTIONS)
+    names = ("run", "epochs", "loss", *OVERLAY_OPTIONS)
     options = {key: value for key in names if (value := getattr(args, key)) is not None}
     try:
         print(reproduce(args.name, args.full, args.out, args.seed, **options))

@@ -68,7 +68,8 @@ class Run:
 
     def __init__(self, name: str, out: Path, full: bool = False, seed: int = 0, **options: Any) -> None:
         self.name, self.full, self.seed, self.options = name, full, seed, options
-        size = f"-epochs{options['epochs']}" if "epochs" in options else "-full" if full else ""
+        size = "-full" if full else ""
+        size += "".join(f"-{key}{options[key]}" for key in ("epochs", "loss") if key in options)
         self.folder = Path(out) / f"{name}{size}-seed{seed}"  # a run of another size is another run
         self.folder.mkdir(parents=True, exist_ok=True)
         self.bar: tqdm | None = None
