@@ -24,7 +24,8 @@ class EpochDraws(NamedTuple):
 class SyntheticDataModule(L.LightningDataModule):
     """Fresh draws each epoch: a function of (seed, epoch, index), whatever the number of ranks and workers.
 
-    A subclass defines ``draw(n, num_views, generator)``, which makes a whole epoch at once.
+    A subclass defines ``draw(n, num_views, generator)``, which makes a whole epoch at once, and sets ``num_classes``
+    and ``num_features``, the values of a label and the entries of a view.
 
     Args:
         draws: Samples an epoch, over all ranks.
@@ -34,7 +35,12 @@ class SyntheticDataModule(L.LightningDataModule):
         seed: Seed of all draws.
     """
 
-    def __init__(self, draws: int, batch_size: int, num_views: int, probe_draws: int, seed: int) -> None:
+    num_classes: int
+    num_features: int
+
+    def __init__(
+        self, draws: int = 64_000, batch_size: int = 128, num_views: int = 2, probe_draws: int = 4096, seed: int = 0
+    ) -> None:
         super().__init__()
         for name, value in (
             ("draws", draws),
@@ -53,20 +59,16 @@ class SyntheticDataModule(L.LightningDataModule):
         """Draw ``n`` samples with ``num_views`` views each."""
         raise NotImplementedError
 
-    def epoch_draws(self, epoch: int) -> EpochDraws:
-        """All draws of an epoch (from 0), or of a probe split."""
+    def epoch_draws(self, epoch: int, num_views: int | None = None) -> EpochDraws:
+        """All draws of an epoch (from 0), or of a probe split (negative)."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-        return (
-            self.draw(self.draws, self.num_views, generator)
-            if epoch >= 0
-            else self.draw(self.probe_draws, 1, generator)
-        )
+        return self.draw(self.draws if epoch >= 0 else self.probe_draws, num_views or self.num_views, generator)
 
     def train_dataloader(self) -> ShardLoader:
         return self._loader(_Views(self), even=True)
 
     def val_dataloader(self) -> ShardLoader:
-        return self._loader(_Views(self, PROBE_TEST, self.num_views), even=True)
+        return self._loader(_Views(self, PROBE_TEST), even=True)
 
     def probe_dataloaders(self) -> tuple[ShardLoader, ShardLoader]:
         """Labelled train and test draws as `ProbeBatch`, each rank its own shard, every sample exactly once."""
@@ -88,9 +90,9 @@ class SyntheticDataModule(L.LightningDataModule):
 class _Views(EpochDataset):
     """Batches of an epoch's views; the last epoch is kept."""
 
-    def __init__(self, module: SyntheticDataModule, split: int | None = None, num_views: int = 2) -> None:
+    def __init__(self, module: SyntheticDataModule, split: int | None = None) -> None:
         super().__init__()
-        self.module, self.split, self.num_views = module, split, num_views
+        self.module, self.split = module, split
         self._held: tuple[int, EpochDraws] | None = None
 
     def __len__(self) -> int:
@@ -99,11 +101,7 @@ class _Views(EpochDataset):
     def __getitems__(self, rows: list[int]) -> ViewBatch:
         epoch = self.epoch if self.split is None else self.split
         if self._held is None or self._held[0] != epoch:
-            if self.split is None:
-                self._held = epoch, self.module.epoch_draws(epoch)
-            else:
-                generator = torch.Generator().manual_seed((self.module.seed * 1_000_003 + epoch) % 2**63)
-                self._held = epoch, self.module.draw(self.module.probe_draws, self.num_views, generator)
+            self._held = epoch, self.module.epoch_draws(epoch)
         draws, index = self._held[1], as_rows(rows)
         return ViewBatch(tuple(v[index] for v in draws.views), draws.label[index], index)
 
@@ -113,7 +111,7 @@ class _Probe(EpochDataset):
 
     def __init__(self, module: SyntheticDataModule, split: int) -> None:
         super().__init__()
-        self.held = module.epoch_draws(split)
+        self.held = module.epoch_draws(split, num_views=1)
 
     def __len__(self) -> int:
         return len(self.held.label)

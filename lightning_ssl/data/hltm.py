@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,11 +224,7 @@ class HLTMDataModule(SyntheticDataModule):
         branching: Children of a node.
         signed: Random signs (permutations) on the edges.
         values: What the network sees: "01", "+-1" or "onehot".
-        draws: Samples an epoch.
-        batch_size: Samples a step and process.
-        num_views: Draws under each root.
-        probe_draws: Labelled samples of each probe split.
-        seed: Seed of the tree and of all draws.
+        **kwargs: draws, batch_size, num_views, probe_draws and seed of :class:`SyntheticDataModule`.
     """
 
     def __init__(
@@ -238,27 +235,14 @@ class HLTMDataModule(SyntheticDataModule):
         branching: int = 2,
         signed: bool = True,
         values: str = "01",
-        draws: int = 64_000,
-        batch_size: int = 128,
-        num_views: int = 2,
-        probe_draws: int = 4096,
-        seed: int = 0,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(draws, batch_size, num_views, probe_draws, seed)
-        self.tree = HLTM(depth, lower, states=states, branching=branching, signed=signed, seed=seed)
+        super().__init__(**kwargs)
+        self.tree = HLTM(depth, lower, states=states, branching=branching, signed=signed, seed=self.seed)
         self.tree.observe(torch.zeros(1, self.tree.leaves, 1, dtype=torch.uint8), values)  # refuse a bad `values` now
-        self.values = values
+        self.values, self.num_classes = values, states
+        self.num_features = self.tree.leaves * (states if values == "onehot" else 1)
         self.save_hyperparameters()
-
-    @property
-    def num_classes(self) -> int:
-        """Values of the root."""
-        return self.tree.states
-
-    @property
-    def num_features(self) -> int:
-        """Entries of a view."""
-        return self.tree.leaves * (self.tree.states if self.values == "onehot" else 1)
 
     def draw(self, n: int, num_views: int, generator: torch.Generator) -> EpochDraws:
         """See :class:`SyntheticDataModule`."""

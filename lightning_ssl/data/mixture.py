@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,37 +55,14 @@ class MixtureDataModule(SyntheticDataModule):
         components: Number of Gaussians; the first sits at the origin.
         dim: Input dimension.
         variance: Variance of each coordinate within a component.
-        draws: Samples an epoch.
-        batch_size: Samples a step and process.
-        num_views: Draws of each component.
-        probe_draws: Labelled samples of each probe split.
-        seed: Seed of the means and of all draws.
+        **kwargs: draws, batch_size, num_views, probe_draws and seed of :class:`SyntheticDataModule`.
     """
 
-    def __init__(
-        self,
-        components: int = 10,
-        dim: int = 10,
-        variance: float = 0.1,
-        draws: int = 64_000,
-        batch_size: int = 128,
-        num_views: int = 2,
-        probe_draws: int = 4096,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(draws, batch_size, num_views, probe_draws, seed)
-        self.mixture = GaussianMixture(components, dim, variance, seed=seed)
+    def __init__(self, components: int = 10, dim: int = 10, variance: float = 0.1, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.mixture = GaussianMixture(components, dim, variance, seed=self.seed)
+        self.num_classes, self.num_features = components, dim
         self.save_hyperparameters()
-
-    @property
-    def num_classes(self) -> int:
-        """Number of components."""
-        return self.mixture.components
-
-    @property
-    def num_features(self) -> int:
-        """Entries of a view."""
-        return self.mixture.dim
 
     def draw(self, n: int, num_views: int, generator: torch.Generator) -> EpochDraws:
         """See :class:`SyntheticDataModule`."""
