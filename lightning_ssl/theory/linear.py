@@ -442,5 +442,5 @@ def _check_rates(**rates: float | None) -> None:
     for name, value in rates.items():
         if value is None:
             continue
-        if value < 0 or (name == "alpha_p" and value == 0):
+        if not value >= 0 or (name == "alpha_p" and value == 0):  # not NaN either
             raise ValueError(f"{name}={value} must be {'positive' if name == 'alpha_p' else '>= 0'}: it is a rate.")
