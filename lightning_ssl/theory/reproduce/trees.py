@@ -157,8 +157,8 @@ def covop_growth(run: Run) -> Report:
     run.start(sum(work.values()) * epochs)
     table = Table(
         f"Median over {seeds} seeds of the operator's Frobenius norm: initial → after epoch 1 → after epoch {epochs} "
-        "(ratio of last to first). Published: it grows in every setting. Cut off: runs whose operator is zero, first and "
-        "last; all runs: in how many ranges of rho the median grows even with these",
+        "(ratio of last to first). Published: it grows in every setting. Cut off: runs whose operator is zero, first "
+        "and last; all runs: in how many ranges of rho the median grows even with these",
         ["depth", "N", "latent", *[f"U[{low},1]" for low in LOWERS], "cut off", "all runs"],
     )
     curves: dict[tuple[int, int, str], Tensor] = {}
