@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -58,7 +59,7 @@ def configs_beneath(args: list[str]) -> list[str]:
     method, dataset = "directpred", "digits"
     for flag, value in flag_values(args):
         if flag in ("--config", "-c") and Path(value).is_file():
-            content = yaml.safe_load(Path(value).read_text())
+            content = _peek(Path(value))
             model = content.get("model") if isinstance(content, dict) else None
             if isinstance(model, str) or (isinstance(model, dict) and "class_path" in model):
                 return ["default.yaml"]
@@ -71,6 +72,15 @@ def configs_beneath(args: list[str]) -> list[str]:
             if file.stem.replace("_", "") == method:
                 return ["default.yaml", f"{folder}/{file.name}"]
     return ["default.yaml"]
+
+
+def _peek(path: Path) -> Any:
+    """What a config holds; the parser, which reads it again, would not name the file."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        print(f"lightning-ssl: error: --config {path} is no plain YAML: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def flag_values(args: list[str]) -> list[tuple[str, str]]:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import csv
-import difflib
-import importlib
-import inspect
 import os
 import re
 import time
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported for their names: jsonargparse knows the subclasses that are loaded.
-import lightning_ssl.callbacks
-import lightning_ssl.data
-import lightning_ssl.methods
 from lightning_ssl.callbacks._report import run_dir
+from lightning_ssl.checkpoint import CheckpointError, CheckpointFiles, readable
+from lightning_ssl.explain import explain
+from lightning_ssl.loggers import GuardLoggers, ResumableCSVLogger
+
+__all__ = ["ResumableCSVLogger", "RunCLI", "RunParser", "SaveRunConfig", "explain"]
 
 
 class RunParser(LightningArgumentParser):
@@ -34,38 +31,6 @@ class RunParser(LightningArgumentParser):
         if not self.exit_on_error:  # a parser within the parser: its message is part of a larger one
             super().error(message, ex)
         self.exit(2, f"lightning-ssl: error: {explain(message, list(self._option_string_actions))}\n")
-
-
-def explain(message: str, flags: list[str]) -> str:
-    """The person's words for a parser's message: the value it got, the known ones, the nearest."""
-    kinds = {
-        "model": lightning_ssl.methods.__all__,
-        "data": [name for name in lightning_ssl.data.__all__ if name.endswith("DataModule")],
-        "trainer.callbacks": lightning_ssl.callbacks.__all__,
-    }
-    key = re.search(r'Parser key "([\w.]+)"', message)
-    given = re.search(r"Given value: ([\w.]+)$", message, re.MULTILINE)
-    if key and given and key[1] in kinds and "dot import path" in message:
-        return (
-            f"--{key[1]}: there is no {given[1]!r}{_nearest(given[1], kinds[key[1]])}. Known: "
-            f"{', '.join(kinds[key[1]])}; a class of your own is named by its import path, package.module.Class"
-        )
-    if option := re.search(r"class_path '([\w.]+)':\s+Option '([\w.]+)' is not accepted", message):
-        module, _, name = option[1].rpartition(".")
-        known = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-        return f"{name} has no option {option[2]!r}{_nearest(option[2], known)}. Its options: {', '.join(known)}"
-    if choice := re.search(r'"([\w.]+)":\s+Expected a typing.Literal\[(.*?)\]. Got value: (.*)', message):
-        known = [part.strip("' ") for part in choice[2].split(",")]
-        return f"{choice[1]} must be one of {', '.join(known)}; got {choice[3]!r}{_nearest(choice[3], known)}"
-    if unknown := re.search(r"[Uu]nrecognized arguments: (--[\w.]+)", message):
-        return f"there is no flag {unknown[1]}{_nearest(unknown[1], flags)}; `lightning-ssl fit --help` lists them"
-    return message
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    lowered = {entry.lower(): entry for entry in known}
-    close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
-    return f" (did you mean {lowered[close[0]]!r}?)" if close else ""
 
 
 class RunCLI(LightningCLI):
@@ -91,8 +56,24 @@ class RunCLI(LightningCLI):
         )
         parser.add_argument("--output", type=str, default="embeddings.npz", help="The file that `predict` writes.")
 
+    def _parse_ckpt_path(self) -> None:
+        path = self.config.get(self.config.subcommand, {}).get("ckpt_path")
+        try:
+            if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
+                with readable(path):
+                    os.stat(path)
+                    super()._parse_ckpt_path()
+        except CheckpointError as error:
+            self.parser.exit(2, f"lightning-ssl: error: {error}\n")
+
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
+        if config.name and Path(config.name).name != config.name:
+            self.parser.error(f"--name {config.name!r} must be the name of one folder in --root: leave out the path")
+        if Path(config.root).exists() and not Path(config.root).is_dir():
+            self.parser.error(f"--root {config.root!r} is a file: name a folder for the runs")
+        if self.subcommand == "predict" and not Path(config.output).absolute().parent.is_dir():
+            self.parser.error(f"--output {config.output!r}: its folder does not exist; make it first")
         config.name = config.name or self._run_name(config)
         if config.trainer.default_root_dir is None:
             config.trainer.default_root_dir = str(Path(config.root) / config.name)
@@ -130,7 +111,7 @@ class RunCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
-            refused = re.search(r"Errors:\n  - (.+?)\n  - Expected a", str(error), re.DOTALL)
+            refused = re.search(r"Errors:\n  - (.+?)\n  - (?:Expected a|Not a valid)", str(error), re.DOTALL)
             self.parser.exit(2, f"lightning-ssl: error: {refused[1] if refused else error}\n")
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
@@ -138,7 +119,19 @@ class RunCLI(LightningCLI):
         if isinstance(getattr(self.model, "predictor", None), (type(None), torch.nn.Identity)):
             trainer = self.config_init[self.subcommand].trainer
             trainer.callbacks = [c for c in trainer.callbacks or [] if getattr(c, "predictor", None) != "predictor"]
-        return super().instantiate_trainer(**kwargs)
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks.insert(0, GuardLoggers())
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = CheckpointFiles()
+        return trainer
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """What a person can mend needs no traceback: files that are missing, places a module does not have."""
+        try:
+            super()._run_subcommand(subcommand)
+        except (CheckpointError, MisconfigurationException, FileNotFoundError) as error:
+            code = 1 if isinstance(error, CheckpointError) else 2
+            self.parser.exit(code, f"lightning-ssl: error: {error}\n")
 
     def after_predict(self) -> None:
         """Write features, labels and indices of all ranks, in the order of the indices, each once."""
@@ -172,31 +165,3 @@ class SaveRunConfig(SaveConfigCallback):
             config.name = None
             self.parser.save(config, str(folder / self.config_filename), skip_none=False, overwrite=True)
         self.already_saved = True
-
-
-class ResumableCSVLogger(CSVLogger):
-    """CSVLogger that keeps what an earlier part of the same run logged.
-
-    Lightning's own deletes the file when the folder exists. This one reads it, and at the first new row drops what the
-    resumed run is about to log again.
-    """
-
-    @property
-    def experiment(self) -> Any:
-        if self._experiment is not None or not os.path.isfile(os.path.join(self.log_dir, "metrics.csv")):
-            return super().experiment
-        with open(os.path.join(self.log_dir, "metrics.csv"), newline="") as file:
-            rows = list(csv.DictReader(file))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*Previous log files in this directory will be deleted")
-            writer = super().experiment
-        log_metrics = writer.log_metrics
-
-        def first_log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
-            kept = [row for row in rows if step is None or int(row["step"]) < step]
-            writer.metrics.extend({key: value for key, value in row.items() if value != ""} for row in kept)
-            writer.log_metrics = log_metrics
-            log_metrics(metrics, step)
-
-        writer.log_metrics = first_log_metrics
-        return writer
