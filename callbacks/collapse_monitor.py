@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import Any
 
@@ -9,7 +10,8 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_ssl.callbacks._spread import Rows, deviations
+from lightning_ssl import functional
+from lightning_ssl.callbacks._spread import Rows, effective_rank
 from lightning_ssl.callbacks._watcher import FeatureWatcher
 
 
@@ -77,13 +79,15 @@ class CollapseMonitor(FeatureWatcher):
             self._rows.update(view)
 
     def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        values = deviations(self._rows.gather(trainer))
-        rank = values.participation
-        self._judge(values.std, values.effective_rank, values.dim)
+        found = functional.spread(self._rows.gather(trainer))
+        std, participation = float(found.std), float(found.participation)
+        # The participation ratio is a lower bound of the effective rank: above it, no eigenvalues are needed.
+        rank = effective_rank(found.centred) if participation < self.dimensional else math.inf
+        self._judge(std, rank, found.centred.shape[1])
         return {
             self.key("collapse", "verdict"): float(self.verdict),
-            self.key("collapse", "std"): values.std,
-            self.key("collapse", "rank"): rank,
+            self.key("collapse", "std"): std,
+            self.key("collapse", "rank"): participation,
         }
 
     def _judge(self, std: float, rank: float, dim: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as L
 from torch import Tensor
 
-from lightning_ssl.callbacks._spread import Rows, deviations, effective_rank
+from lightning_ssl import functional
+from lightning_ssl.callbacks._spread import Rows, effective_rank
 from lightning_ssl.callbacks._watcher import FeatureWatcher
 
 
@@ -47,9 +48,9 @@ class EffectiveRank(FeatureWatcher):
 
     def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
         rows = self._rows.gather(trainer)
-        values = deviations(rows)
+        found = functional.spread(rows)
         return {
             self.key(stage, "effective_rank"): effective_rank(rows),
-            self.key(stage, "alive_dimensions"): values.alive,
-            self.key(stage, "feature_std"): values.std,
+            self.key(stage, "alive_dimensions"): float(found.alive),
+            self.key(stage, "feature_std"): float(found.std),
         }

@@ -24,6 +24,7 @@ from lightning_ssl.functional.predictor import (
     optimal_predictor,
 )
 from lightning_ssl.functional.probes import fit_linear_probe, knn_predict
+from lightning_ssl.functional.spread import spread
 
 __all__ = [
     "alignment",
@@ -52,6 +53,7 @@ __all__ = [
     "second_moment",
     "simple_contrastive_loss",
     "soft_triplet_loss",
+    "spread",
     "squared_distance",
     "uniformity",
 ]
