@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
+from lightning_ssl.data._synthetic import SyntheticDataModule
 from lightning_ssl.data.hltm import HLTM, HLTMDataModule, latent_position
 from lightning_ssl.data.loader import ShardLoader, ShardSampler
+from lightning_ssl.data.mixture import MixtureDataModule
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -102,6 +105,19 @@ def test_two_ranks_see_what_one_sees() -> None:
         assert torch.equal(index[order], whole.index)
         for view in range(2):
             assert torch.equal(torch.cat([p.views[view] for p in parts])[order], whole.views[view])
+
+
+@pytest.mark.parametrize("cls", [HLTMDataModule, MixtureDataModule])
+def test_shared_arguments_reach_the_command_line_and_the_hyperparameters(cls: type[SyntheticDataModule]) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, "data")
+    config = parser.parse_args(["--data.batch_size=32", "--data.draws=96"])
+    assert config.data.num_views == 2 and config.data.probe_draws == 4096
+    module = cls(**config.data)
+    assert len(module.train_dataloader()) == 3
+    assert module.hparams["batch_size"] == 32 and module.hparams["seed"] == 0
+    with pytest.raises(TypeError, match="batchsize"):
+        cls(batchsize=3)
 
 
 def test_validation_has_batches_even_when_small() -> None:

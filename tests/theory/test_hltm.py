@@ -176,6 +176,33 @@ def test_theorem_6_against_enumeration_and_sampling(latent: str, values: str) ->
         torch.testing.assert_close(hltm.analytic_activation_covariance(tree, latent, leaf)[0], exact)
 
 
+def test_theorem_6_gives_the_sampled_operator_where_the_jacobian_is_constant() -> None:
+    """Open gates: OP = (V_{z0}[E[f_ch | z0]]) (x) J^T J, at the lowest layer exactly what sampling finds."""
+    tree = HLTM(2, 0.6, root_polarity=0.3)
+    network = HLTMNetwork(2, 3, seed=2).double()
+    network.bias[1].data += 5.0  # no input closes a unit
+    leaf = torch.full((1, 2), 0.5, dtype=D)
+    activation = hltm.analytic_activation_covariance(tree, "s1", leaf)[0]
+    jacobian = network.weight[0].detach()[0][:, 3:]  # the root's weights on the units of s1
+    analytic = torch.kron(activation, jacobian.T @ jacobian)
+    sampled = hltm.covariance_operator(network, tree, "s1", generator(), samples=200_000)[0]
+    assert analytic.norm() > 0 and (sampled - analytic).norm() < 0.02 * analytic.norm()
+
+
+def test_a_node_without_active_units_has_no_operator_ever() -> None:
+    """No gradient passes it: training changes neither it nor what is below, and leaves the rest to learn."""
+    tree, network = HLTM(3, 0.9), HLTMNetwork(3, 4, seed=1)
+    network.bias[1].data[1] = -10.0  # s1
+    before = [w.clone() for w in network.weight]
+    norms = hltm.covariance_operator_norm(network, tree, ["s0", "s1", "s10"], generator(), 256)
+    assert norms["s0"] > 0 and norms["s1"] == 0 and norms["s10"] == 0
+    hltm.train(network, tree, epochs=1, draws=12_800)
+    norms = hltm.covariance_operator_norm(network, tree, ["s0", "s1", "s10"], generator(), 256)
+    assert norms["s0"] > 0 and norms["s1"] == 0 and norms["s10"] == 0
+    assert torch.equal(network.weight[1][1], before[1][1]) and torch.equal(network.weight[2][2:], before[2][2:])
+    assert not torch.equal(network.weight[2][:2], before[2][:2])
+
+
 def test_root_has_the_largest_activation_covariance() -> None:
     """The corrected o_mu is 1 at the root; the one printed in DDN-v2 would be 0 there."""
     tree = HLTM(3, 0.7)

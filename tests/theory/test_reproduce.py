@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ssl.theory import hltm
-from lightning_ssl.theory.reproduce import EXPERIMENTS, main, reproduce, trees
+from lightning_ssl.theory.reproduce import EXPERIMENTS, images, main, reproduce, trees
 from lightning_ssl.theory.reproduce.report import Report, Run, Table, z_score
 
 
@@ -33,6 +33,23 @@ def test_no_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([])
     assert "--list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["phase-portraits", "--epochs", "3"], "phase-portraits has no --epochs"),
+        (["bound", "--loss", "nce"], "its options are: --epochs"),
+        (["table6", "--epochs", "0"], "epochs=0 must be at least 1"),
+        (["table6", "--loss", "mse"], "choose one of ('nce', 'batch_ratio')"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        main([*arguments, "--out", str(tmp_path)])
+    assert error.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["phase-portraits", "ema-weight-decay", "symmetry", "commutator"])
@@ -87,6 +104,20 @@ def test_training_resumes_after_an_interruption(tmp_path: Path, monkeypatch: pyt
         assert torch.equal(a["root"], b["root"])
 
 
+def test_operator_growth_is_over_the_runs_that_have_an_operator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All 81 settings, with few and short runs."""
+    monkeypatch.setattr(hltm.train, "__defaults__", (50, 640, *hltm.train.__defaults__[2:]))
+    monkeypatch.setattr(trees, "_pool", lambda depth, width: 8)
+    text = reproduce("covop-growth", out=tmp_path, epochs=1, loss="batch_ratio")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| 3 |", "| 4 |", "| 5 |"))]
+    assert len(rows) == 27 and sum(line.startswith("- ") for line in text.splitlines()) == 3
+    assert all("(x" in cell and not cell.startswith("0 ") for row in rows for cell in row[3:6])
+    assert any(not row[6].startswith("0 ") for row in rows if row[1] == "2")  # some were cut off
+    assert (tmp_path / "covop-growth-epochs1-lossbatch_ratio-seed0" / "figure.png").exists()
+
+
 def test_z_score_and_tables() -> None:
     # (2 - 1) / sqrt(1/3 + 0.6^2/10)
     assert z_score([1.0, 2.0, 3.0], (1.0, 0.6)) == pytest.approx(1 / (1 / 3 + 0.036) ** 0.5)
@@ -110,3 +141,14 @@ def test_table6_after_a_few_epochs(tmp_path: Path) -> None:
     assert "holds: N=10: training raises the root's" in text
     figures = [line for line in text.splitlines() if line.startswith("- ") and "cells" in line]
     assert int(figures[0].split(": ")[-1].split(" of ")[0]) >= 82
+
+
+@pytest.mark.slow
+def test_image_experiments_run_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One epoch each; what is learnt needs more. The second time nothing is trained again."""
+    for name, lines in (("bound", 5), ("byol-ablations", 10)):
+        text = reproduce(name, out=tmp_path, epochs=1)
+        assert sum(line.startswith(("- holds", "- DOES NOT")) for line in text.splitlines()) == lines
+        assert "nan" not in text
+    monkeypatch.setattr(images, "_train", lambda *args: pytest.fail("trained again"))
+    assert reproduce("byol-ablations", out=tmp_path, epochs=1) == text

@@ -15,31 +15,36 @@ __all__ = ["EXPERIMENTS", "main", "reproduce"]
 
 
 class Experiment(NamedTuple):
-    """Where an experiment is, what it is, and its minutes on 2 cores: default and published size."""
+    """Where an experiment is, what it is, its minutes on 2 cores (default and published size), and its options."""
 
     where: str  # module:function, imported when asked for
     what: str
     minutes: tuple[float, float]
+    options: tuple[str, ...] = ()
 
+
+OVERLAY_OPTIONS = ("lr", "sgd_momentum", "momentum", "weight_decay", "predictor_weight_decay", "alpha_p", "sigma2")
+TREES, IMAGES = ("epochs", "loss"), ("epochs",)
 
 EXPERIMENTS = {
-    "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (7, 7)),
-    "covop-growth": Experiment("trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (5, 60)),
+    "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (7, 7), TREES),
+    "covop-growth": Experiment(
+        "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (12, 80), TREES
+    ),
     "two-layer": Experiment("clusters:two_layer", "DDN-v1 Figs 7-8: two-layer networks on ten Gaussians", (1.5, 1.5)),
     "phase-portraits": Experiment("dynamics:phase_portraits", "DirectPred Figs 3, 4, 10: where the modes go", (0.5, 2)),
     "ema-weight-decay": Experiment("dynamics:ema_weight_decay", "DirectPred Fig 5: roles of eta and beta", (0.2, 0.5)),
     "ema-assumption": Experiment("dynamics:ema_assumption", "DirectPred Fig 7: W_a is proportional to W", (1, 4)),
     "symmetry": Experiment("dynamics:symmetry", "DirectPred Fig 8: W_p becomes symmetric", (0.5, 2)),
     "commutator": Experiment("dynamics:commutator", "DirectPred Fig 9: the commutator of F and W_p", (0.5, 2)),
-    "bound": Experiment("images:bound", "Bound Figs 3-4: L_bound against kNN, on digits", (5, 20)),
+    "bound": Experiment("images:bound", "Bound Figs 3-4: L_bound against kNN, on digits", (5, 20), IMAGES),
     "byol-ablations": Experiment(
-        "images:byol_ablations", "RAFT Table 1, DDN-v1 Tables 3-5: patterns on digits", (8, 80)
+        "images:byol_ablations", "RAFT Table 1, DDN-v1 Tables 3-5: patterns on digits", (8, 80), IMAGES
     ),
-    "overlay": Experiment("overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.5, 0.5)),
+    "overlay": Experiment(
+        "overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.5, 0.5), ("run", *OVERLAY_OPTIONS)
+    ),
 }
-
-
-OVERLAY_OPTIONS = ("lr", "sgd_momentum", "momentum", "weight_decay", "predictor_weight_decay", "alpha_p", "sigma2")
 
 
 def reproduce(name: str, full: bool = False, out: str | Path = "reproduction", seed: int = 0, **options: Any) -> str:
@@ -52,12 +57,18 @@ def reproduce(name: str, full: bool = False, out: str | Path = "reproduction", s
         full: The published size rather than the default one.
         out: Folder in which the experiment makes its own.
         seed: Seed of everything random.
-        options: Further options of the experiment.
+        options: Further options of the experiment: ``epochs``, ``loss``, those of the overlay.
     """
     if name not in EXPERIMENTS:
         close = difflib.get_close_matches(name, EXPERIMENTS, n=1, cutoff=0.4)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"unknown experiment {name!r}.{hint} Known: {', '.join(EXPERIMENTS)}.")
+    for option in options:
+        if option not in EXPERIMENTS[name].options:
+            known = ", ".join(f"--{o}" for o in EXPERIMENTS[name].options) or "none of its own"
+            raise ValueError(f"{name} has no --{option}; its options are: {known}. Leave it out.")
+    if options.get("epochs", 1) < 1:
+        raise ValueError(f"epochs={options['epochs']} must be at least 1.")
     module, function = EXPERIMENTS[name].where.split(":")
     experiment = getattr(importlib.import_module(f"{__name__}.{module}"), function)
     run = Run(name, Path(out), full, seed, **options)

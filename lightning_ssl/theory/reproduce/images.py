@@ -273,7 +273,7 @@ def bound(run: Run) -> Report:
 
                 class Watch(L.Callback):
                     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-                        if (trainer.current_epoch + 1) % every == 0:
+                        if (trainer.current_epoch + 1) % every == 0 or trainer.current_epoch + 1 == epochs:
                             values = _measure(module, run.seed)
                             seen.append([values["bound"], values["knn"]])
 
