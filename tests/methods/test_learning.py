@@ -24,6 +24,10 @@ def adam(params):
     return torch.optim.Adam(params, lr=2e-3)
 
 
+def slow_adam(params):
+    return torch.optim.Adam(params, lr=5e-4)
+
+
 def sgd(params):
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=4e-4)
 
@@ -38,6 +42,7 @@ LINEAR = {**TWO_LAYERS, "optimizer": sgd, "momentum": 0.97, "predictor": "linear
 
 FIXED_RATE = {"projector_hidden": 128, "dim": 64, "scheduler": "constant"}
 SYMMETRIC = {**LINEAR, "symmetric_predictor": True}
+NO_EMA = {**SYMMETRIC, "momentum": 0.0}
 
 # Linear predictors learn within a minute when their rate is higher than the encoder's (alpha_p > 1).
 RUNS = {
@@ -58,7 +63,9 @@ RUNS = {
     "BYOL, mean": (BYOL, {**ADAM, "projector_norm": "mean", "predictor_norm": "mean"}),
     "BYOL, detached mean": (BYOL, {**ADAM, "projector_norm": "detached_mean", "predictor_norm": "detached_mean"}),
     "symmetric, EMA": (BYOL, SYMMETRIC),
-    "symmetric, no EMA": (BYOL, {**SYMMETRIC, "momentum": 0.0}),
+    "symmetric, no EMA": (BYOL, NO_EMA),
+    "symmetric, no EMA, alpha_p 1": (BYOL, {**NO_EMA, "optimizer": slow_adam, "predictor_lr_scale": 1.0}),
+    "symmetric, no EMA, alpha_p 20": (BYOL, {**NO_EMA, "optimizer": slow_adam, "predictor_lr_scale": 20.0}),
 }
 EPOCHS = dict.fromkeys(RUNS, 30) | {"RAFT, linear": 45, "BYOL', linear": 45, "BYOL, linear": 60}  # of 22 steps
 
@@ -149,6 +156,13 @@ def test_a_detached_mean_falls_behind_a_kept_one():
 def test_a_symmetric_predictor_needs_the_moving_average():
     assert run("symmetric, no EMA").uniformity > -0.1
     assert run("symmetric, EMA").probe >= run("symmetric, no EMA").probe + 5
+
+
+@pytest.mark.slow
+def test_a_fast_predictor_replaces_the_moving_average():
+    slow, fast = run("symmetric, no EMA, alpha_p 1"), run("symmetric, no EMA, alpha_p 20")
+    assert slow.uniformity > -0.1 and slow.probe < slow.untrained, slow
+    assert fast.uniformity < -0.5 and fast.probe >= fast.untrained + 15, fast
 
 
 def main(seeds, names=None):
