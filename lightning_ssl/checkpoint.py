@@ -79,9 +79,10 @@ class CheckpointFiles(TorchCheckpointIO):
         if not self._holding and len(self._held) == 1:
             self.release()
 
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Tensors and plain values only, whatever torch's default, unless `weights_only` is False."""
         with readable(path):
-            checkpoint = super().load_checkpoint(path, *args, **kwargs)
+            checkpoint = super().load_checkpoint(path, map_location, weights_only is not False)
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise CheckpointError(
                 f"ckpt_path={str(path)!r} was not written by Lightning: it has no 'pytorch-lightning_version'. Load "

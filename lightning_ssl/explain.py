@@ -37,11 +37,10 @@ def _unknown_class(message: str, flags: list[str]) -> str | None:
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         known = dir(importlib.import_module(missing[1]))
         return f"{missing[1]} has no {missing[2]!r}{_nearest(missing[2], known)}"
-    given = re.search(r"dot import path string: ([\w.]+)", message) or re.search(
-        r"Given value: ([\w.]+)$", message, re.M
-    )
-    keys = [key for key in re.findall(r'Parser key "([\w.]+)"', message) if key in KINDS]
-    if not keys or given is None or "dot import path" not in message:
+    given = re.search(r"dot import path string: ([\w.]+)", message)
+    given = given or re.search(r"dot import path.*^\s*Given value: ([\w.]+)$", message, re.MULTILINE | re.DOTALL)
+    keys = re.findall(r'Parser key "([\w.]+)"', message)
+    if not keys or keys[-1] not in KINDS or given is None:
         return None
     known = KINDS[keys[-1]]
     return (
