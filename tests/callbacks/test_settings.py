@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,16 +73,23 @@ def test_precision(precision):
     assert all(torch.isfinite(torch.tensor(float(value))) for _, row in history.rows for value in row.values())
 
 
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")],
+)
+
+
+@pytest.mark.parametrize("backend", ["eager", INDUCTOR])
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
-def test_compiled_submodules(how):
+def test_compiled_submodules(how, backend):
     plain, compiled = strangers.MeanLoss(), strangers.MeanLoss()
     compiled.load_state_dict(plain.state_dict())
     if how == "wrapped":
-        compiled.backbone = torch.compile(compiled.backbone, backend="eager")
-        compiled.projector = torch.compile(compiled.projector, backend="eager")
+        compiled.backbone = torch.compile(compiled.backbone, backend=backend)
+        compiled.projector = torch.compile(compiled.projector, backend=backend)
     else:
-        compiled.backbone.compile(backend="eager")
-        compiled.projector.compile(backend="eager")
+        compiled.backbone.compile(backend=backend)
+        compiled.projector.compile(backend=backend)
     data = tuple(strangers.loader(strangers.Labelled(n)) for n in (32, 16))
     one, other = (fit(module, all_watchers(data)) for module in (plain, compiled))
     assert len(one.series("train/uniformity")) == 4

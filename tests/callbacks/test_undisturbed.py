@@ -24,7 +24,8 @@ from lightning_ssl.callbacks import (
     UniformityAlignment,
 )
 from tests.callbacks import strangers
-from tests.callbacks.harness import History, same_state, trainer
+from tests.callbacks.harness import History, ddp_trainer, same_state, trainer
+from tests.ddp import run_ranks
 
 
 class Noisy(strangers.MeanLoss):
@@ -92,6 +93,26 @@ def test_strangers_weights_are_bit_identical(cls, tmp_path):
     train(plain, [], tmp_path)
     train(watched, watchers("projection_head", "prediction_head"), tmp_path)
     assert same_state(plain, watched)
+
+
+def both(rank, world_size, folder):
+    """What is left of the same run without and with all the watching callbacks: random state and weights."""
+    left = []
+    torch.manual_seed(1)
+    plain = Noisy()
+    watched = copy.deepcopy(plain)
+    for module, callbacks in ((plain, []), (watched, watchers())):
+        random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)  # noqa: NPY002
+        run = ddp_trainer(rank, world_size, callbacks, max_epochs=2, num_sanity_val_steps=1, default_root_dir=folder)
+        run.fit(module, strangers.loader(strangers.Pairs(36)), strangers.loader(strangers.Pairs(9, seed=1)))
+        left.append((torch.get_rng_state(), dict(module.state_dict())))
+    return left
+
+
+def test_weights_are_bit_identical_on_two_ranks(tmp_path):
+    for (rng, plain), (watched_rng, watched) in run_ranks(2, both, str(tmp_path)):
+        assert torch.equal(rng, watched_rng)
+        assert plain.keys() == watched.keys() and all(torch.equal(plain[name], watched[name]) for name in plain)
 
 
 def test_checkpoints_go_both_ways(tmp_path):

@@ -1,6 +1,7 @@
 """The methods in a Trainer: precision, accumulation, clipping, compile, checkpoints, bad batches, logging."""
 
 import pickle
+import shutil
 
 import lightning.pytorch as L
 import pytest
@@ -41,6 +42,19 @@ def test_a_few_steps_stay_finite(method, how):
     assert finite(model) and not torch.equal(before, model.projector[0].weight)
     assert trainer.callback_metrics["train/loss"].isfinite() and trainer.callback_metrics["val/loss"].isfinite()
     assert trainer.callback_metrics["train/loss"].dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+def test_a_backbone_compiled_to_machine_code_trains_as_the_plain_one():
+    weights = []
+    for compiled in (False, True):
+        model = small(BYOL)
+        if compiled:
+            model.backbone.compile()
+        fit(model, batches=3)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
 
 
 @each_method
