@@ -25,8 +25,9 @@ HEADER = """\
 
 `python -m benchmarks [NAME...]` (with `pip install -e ".[bench]"`) measures and rewrites the sections it ran;
 `python -m benchmarks.NAME` prints one. Contenders do the same work in the same process, threads fixed, in turns, after
-a warm-up; that they give the same answer is asserted before the clock starts. Times are medians; a ratio is that of the
-medians, with the smallest and largest of the single turns behind it. What falls short is printed all the same.
+a warm-up; that they give the same answer is asserted before the clock starts. Times are medians, of CPU seconds where
+there is one thread, else of wall seconds; a ratio is that of the medians, with the smallest and largest of the single
+turns behind it. What falls short is printed all the same.
 """
 
 
@@ -51,15 +52,19 @@ class Section(NamedTuple):
 
 
 def race(contenders: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Wall seconds of each contender's turns. They alternate, so that a busy moment of the machine meets them all."""
+    """Seconds of each contender's turns. They alternate, so that a busy moment of the machine meets them all.
+
+    On one thread CPU time, which other processes do not lengthen.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(warm_up + repeats):
         for name, run in contenders.items():
             gc.collect()
-            start = time.perf_counter()
+            start = clock()
             run()
             if turn >= warm_up:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 
@@ -134,6 +139,15 @@ def write(name: str, text: str) -> None:
     PAGE.write_text(HEADER + "".join(parts))
 
 
+def limit_libraries(threads: int) -> None:
+    """The same number of threads for NumPy's and SciPy's linear algebra, on which scikit-learn runs."""
+    import numpy  # noqa: F401 (its library must be loaded to be limited)
+    import scipy.linalg  # noqa: F401
+    import threadpoolctl
+
+    threadpoolctl.threadpool_limits(threads, user_api="blas")
+
+
 def main(run: Callable[..., Section], threads: int = 2) -> None:
     """The command line of one benchmark; its module's docstring is the section's introduction."""
     module = sys.modules[run.__module__]
@@ -144,6 +158,7 @@ def main(run: Callable[..., Section], threads: int = 2) -> None:
     parser.add_argument("--threads", type=int, default=threads)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    limit_libraries(arguments.threads)
     torch.manual_seed(0)
     section = run(tiny=arguments.tiny)
     text = "\n\n".join([str(module.__doc__).strip(), table(section.rows), *section.notes])

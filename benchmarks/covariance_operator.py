@@ -81,7 +81,7 @@ def by_backpack(model: nn.Sequential, views: list[Tensor]) -> dict[str, float]:
         outputs = model(view)
         for a in range(outputs.shape[1]):
             model.zero_grad()
-            with backpack(BatchGrad()):
+            with backpack(BatchGrad(), retain_graph=True):
                 outputs[:, a].sum().backward(retain_graph=True)
             for name, p in model.named_parameters():
                 if name.endswith("weight"):
@@ -189,9 +189,9 @@ def in_training_steps(model: nn.Module, batch: int, repeats: int) -> list[Row]:
 
 def run(tiny: bool = False) -> Section:
     rows, note = against_jacobians(*((4, 4, 1) if tiny else (32, 64, 3)))
-    rows += in_training_steps(small_network(8) if tiny else cifar_resnet18(), 8 if tiny else 128, 1 if tiny else 3)
+    rows += in_training_steps(small_network(8) if tiny else cifar_resnet18(), 8 if tiny else 128, 1 if tiny else 2)
     return Section(rows, [note], ["torchvision", "backpack-for-pytorch", "nngeometry"])
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, threads=1)

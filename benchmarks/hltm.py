@@ -105,4 +105,4 @@ def run(tiny: bool = False) -> Section:
 
 
 if __name__ == "__main__":
-    main(run)
+    main(run, threads=1)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ssl.functional._connection import Tape, fan, layer_input, layer_output
@@ -38,7 +39,7 @@ class LayerSketch(NamedTuple):
         width: numbers a sketched row has.
         filters: ``[R_in, fan_in]``, principal ones, then each sketch's random ones.
         vectors: ``[R_out, units]``, likewise.
-        mixes: for each sketch, which products fall into which of its numbers, ``[WIDTH * c]``, and their signs; None
+        mixes: for each sketch, which products fall into each of its numbers, ``[WIDTH, c]``, and their signs; None
             where the products are few enough to be kept.
     """
 
@@ -52,8 +53,12 @@ class LayerSketch(NamedTuple):
 
     def contract(self, layer: nn.Module, filtered: Tensor, g: Tensor) -> Tensor:
         """One call's products, ``[n, groups * R_in * R_out]``."""
-        g = self.vectors.to(g) @ layer_output(layer, g)
-        return (filtered @ g.mT).flatten(1)
+        g = layer_output(layer, g)  # n x groups x units x positions
+        vectors = self.vectors.to(g)
+        # Whichever is shorter goes first: half the work in early layers, which have many positions and few units.
+        if g.shape[2] < g.shape[3]:
+            return (filtered @ g.mT @ vectors.T).flatten(1)
+        return (filtered @ (vectors @ g).mT).flatten(1)
 
     def to(self, device: torch.device) -> LayerSketch:
         mixes = self.mixes and [(index.to(device), sign.to(device)) for index, sign in self.mixes]
@@ -63,9 +68,11 @@ class LayerSketch(NamedTuple):
         """Both sketches of the rows, ``[2, n, width]``."""
         if self.mixes is None:
             return products.expand(2, *products.shape)
+        # Products first: then each is a line of memory to be added to its number's, for all samples at once.
+        lines = products.T.contiguous()
         return torch.stack(
             [
-                (products[:, index] * sign.to(products)).unflatten(1, (self.width, -1)).sum(-1)
+                F.embedding_bag(index, lines, mode="sum", per_sample_weights=sign.to(lines)).T
                 for index, sign in self.mixes
             ]
         )
@@ -218,4 +225,4 @@ def _mix(groups: int, filters: Tensor, vectors: Tensor, sketch: int, dice: torch
         spare = index.new_zeros(-len(index) % (WIDTH // REPLICAS))  # bins must be equally full: add nothing, 0 times
         parts.append([torch.cat([t, spare.to(t)]).view(-1, WIDTH // REPLICAS).T for t in (index, sign)])
     indices, signs = zip(*parts, strict=True)
-    return torch.cat(indices).flatten(), torch.cat(signs).flatten()
+    return torch.cat(indices).contiguous(), torch.cat(signs).contiguous()

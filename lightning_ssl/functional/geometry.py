@@ -102,7 +102,7 @@ class _LogKernelSum(torch.autograd.Function):
 
 
 def _blocks(x: Tensor, y: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The products x_i y_j of all pairs i < j in blocks, valid until the next; entries that are no such pair are -inf."""
+    """The products x_i y_j of all pairs i < j, block by block, each valid until the next; other entries are -inf."""
     side = min(_BLOCK, len(x))
     memory = x.new_empty(side * side)
     for start in range(0, len(x), _BLOCK):
