@@ -213,7 +213,8 @@ def byol_ablations(run: Run) -> Report:
         (f"Table 4's order: rank correlation {rank4:.2f}", rank4 > 0.5),
         (f"a kept mean beats a detached one: {min(kept):.0f} > {max(detached):.0f}", min(kept) > max(detached)),
         (
-            f"starting the predictor anew does no harm (5 points): {resets[-1][1]:.0f} against {resets[0][1]:.0f}",
+            f"starting the predictor anew every 10 epochs does no harm (5 points): {resets[-1][1]:.0f} against "
+            f"{resets[0][1]:.0f}",
             resets[-1][1] > resets[0][1] - 5,
         ),
     ]
@@ -251,8 +252,14 @@ def bound(run: Run) -> Report:
             scheduler="constant",
             warmup_epochs=0,
         ),
+        # The paper's projector is linear too; in so short a training on so few images that one collapses.
         "SimSiam": lambda d: SimSiam(
-            SmallConv(width=16), projector="linear", dim=d, predictor="linear", optimizer=_sgd, scheduler="constant"
+            SmallConv(width=16, depth=4),
+            projector_hidden=128,
+            dim=d,
+            predictor="linear",
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=4e-4),
+            scheduler="constant",
         ),
     }  # fmt: skip
     run.start(len(methods) * len(dims))
@@ -293,7 +300,7 @@ def bound(run: Run) -> Report:
         claims += [
             (
                 f"{name}: a smaller L_bound goes with a higher kNN accuracy over d: rank correlation {rank:.2f}",
-                rank < 0,
+                rank < -0.5,
             ),
             (f"{name}: accuracy falls with d as published: rank correlation {order:.2f}", order > 0.5),
         ]
