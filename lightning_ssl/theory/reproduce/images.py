@@ -207,7 +207,7 @@ def byol_ablations(run: Run) -> Report:
         ],
         (f"RAFT without a predictor does not learn: {mean('raft/RAFT, none'):.0f}", mean("raft/RAFT, none") < base),
         (
-            f"predictor, EMA and BatchNorm together are within 2 points of the best of Table 3: {all_parts:.1f}, {best:.1f}",
+            f"predictor, EMA and BatchNorm together are within 2 points of the best: {all_parts:.1f}, {best:.1f}",
             all_parts >= best - 2,
         ),
         (f"Table 3's order: rank correlation {rank3:.2f}", rank3 > 0.5),
