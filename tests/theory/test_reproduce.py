@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,24 @@ def test_stages_are_kept(tmp_path: Path) -> None:
     Run("x", tmp_path, seed=1).stage("a", 1, lambda: work("a"))
     Run("x", tmp_path, full=True).stage("a", 1, lambda: work("a"))
     assert calls[3:] == ["a", "a"]
+
+
+def test_ctrl_c_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lightning ends the process on Ctrl-C: no half-trained network may be kept, and the command says what to do."""
+
+    def interrupted(self: images.BYOL, batch: object, batch_idx: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(images.BYOL, "training_step", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["byol-ablations", "--epochs", "1", "--out", str(tmp_path)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)  # which Lightning has switched off
+    assert "the same command goes on" in capsys.readouterr().out
+    assert [f.stem for f in tmp_path.rglob("*.pt")] == ["untrained-0"]
 
 
 def test_training_resumes_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

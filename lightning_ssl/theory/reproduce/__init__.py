@@ -111,4 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(reproduce(args.name, args.full, args.out, args.seed, **options))
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"\n{args.name} was interrupted; the same command goes on where it stopped.", flush=True)
+        return 130
     return 0

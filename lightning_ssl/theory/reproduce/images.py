@@ -91,7 +91,7 @@ def _train(model: L.LightningModule, epochs: int, seed: int, *callbacks: L.Callb
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        L.Trainer(
+        trainer = L.Trainer(
             max_epochs=epochs,
             accelerator="cpu",
             logger=False,
@@ -100,7 +100,11 @@ def _train(model: L.LightningModule, epochs: int, seed: int, *callbacks: L.Callb
             enable_model_summary=False,
             limit_val_batches=0,
             callbacks=list(callbacks),
-        ).fit(model, datamodule=_data(seed))
+        )
+        try:
+            trainer.fit(model, datamodule=_data(seed))
+        except SystemExit as error:  # Lightning's answer to Ctrl-C
+            raise KeyboardInterrupt from error
 
 
 @torch.no_grad()
