@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,31 +45,31 @@ class CheckpointFiles(TorchCheckpointIO):
         """Let the checkpoints that were held take their places."""
         while self._held:
             written, path = self._held.pop(0)
-            os.replace(written, path) if written else super().remove_checkpoint(path)
+            if written:
+                os.replace(written, path)
+            else:
+                super().remove_checkpoint(path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        temporary = ""
+        folder, name = os.path.split(path)
+        written = os.path.join(folder, f".{name}.part")  # always the same, so that kills leave one at most
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=f".{os.path.basename(path)}.")
-            with os.fdopen(handle, "wb") as file:
+            os.makedirs(folder or ".", exist_ok=True)
+            with open(written, "wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are private
         except (OSError, RuntimeError) as error:  # torch wraps what its own writer cannot write
-            if temporary:
-                os.unlink(temporary)
+            if os.path.exists(written):
+                os.unlink(written)
             raise CheckpointError(
                 f"the checkpoint {path} could not be written ({error}); earlier checkpoints are untouched. Free space, "
                 "or choose another folder, and resume with --ckpt_path last"
             ) from error
-        self._held.append((temporary, str(path)))
+        self._held = [entry for entry in self._held if entry[0] != written] + [(written, str(path))]
         if not self._holding:
             self.release()
 
@@ -156,7 +155,8 @@ class RunCheckpoint(ModelCheckpoint):
         with self._hold(trainer):
             if self._after_validation:
                 self._save(trainer)
-            super().on_train_epoch_end(trainer, pl_module)
+            else:
+                super().on_train_epoch_end(trainer, pl_module)
 
     def _save(self, trainer: L.Trainer) -> None:
         self._after_validation = False
