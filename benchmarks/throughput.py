@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
+import os
 import statistics
 import time
 import warnings
@@ -145,6 +146,7 @@ def lightly(workers: int) -> Callable[..., tuple[L.LightningModule, Any, tuple[(
 def stable_pretraining(workers: int) -> Callable[..., tuple[L.LightningModule, Any, tuple[L.Callback, ...]]]:
     def make(method: str, backbone: str, images: Tensor, batch: int) -> Any:
         import stable_pretraining as spt
+        from stable_pretraining import forward
         from stable_pretraining.data import transforms as T
 
         recipe = T.Compose(
@@ -170,14 +172,14 @@ def stable_pretraining(workers: int) -> Callable[..., tuple[L.LightningModule, A
         if method == "SimCLR":
             loss = spt.losses.NTXEntLoss(temperature=0.5)
             parts: dict[str, Any] = {"backbone": net, "projector": head, "simclr_loss": loss}
-            return spt.Module(forward=spt.forward.simclr, optim=optim, **parts), spt.data.DataModule(train=loader), ()
+            return spt.Module(forward=forward.simclr, optim=optim, **parts), spt.data.DataModule(train=loader), ()
         parts = {
             "backbone": spt.TeacherStudentWrapper(net, base_ema_coefficient=0.996),
             "projector": spt.TeacherStudentWrapper(head, base_ema_coefficient=0.996),
             "predictor": predictor,
             "byol_loss": spt.losses.BYOLLoss(),
         }
-        module = spt.Module(forward=spt.forward.byol, optim=optim, **parts)
+        module = spt.Module(forward=forward.byol, optim=optim, **parts)
         return module, spt.data.DataModule(train=loader), (spt.callbacks.TeacherStudentCallback(),)
 
     return make
@@ -198,6 +200,7 @@ def check_losses() -> None:
 def run(tiny: bool = False) -> Section:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    os.environ.setdefault("LOGURU_LEVEL", "ERROR")  # stable-pretraining's log
     check_losses()
     makers: dict[str, Callable[..., Any]] = {"ours": ours}
     peers = ["lightly"]
@@ -206,7 +209,7 @@ def run(tiny: bool = False) -> Section:
     if importlib.util.find_spec("stable_pretraining") and not tiny:
         makers |= {f"stable-pretraining {workers}": stable_pretraining(workers) for workers in (0, 2)}
         peers.append("stable-pretraining")
-    cases = [("small_conv", 16, 4, 1)] if tiny else [("small_conv", 256, 10, 3), ("resnet18", 32, 5, 1)]
+    cases = [("small_conv", 16, 4, 1)] if tiny else [("small_conv", 256, 8, 2), ("resnet18", 32, 5, 1)]
     rows = []
     for method in ("SimCLR", "BYOL"):
         for backbone, batch, batches, rounds in cases:
