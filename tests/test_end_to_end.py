@@ -1,11 +1,13 @@
-"""The console script as a person runs it: several processes, interrupts, kills, the report in a browser."""
+"""The console script as a person runs it: interrupts, kills, the report in a browser.
+
+Several ranks, and kills at every place, are in tests/reliability.
+"""
 
 import csv
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import torch
 pytestmark = pytest.mark.slow
 
 SCRIPT = [sys.executable, "-m", "lightning_ssl"]
-# A small job without batch normalisation, which would see each rank's own rows only.
+# A small job.
 JOB = [
     "--config=digits/byol.yaml",
     "--model.projector_norm=none",
@@ -32,9 +34,6 @@ JOB = [
     "--trainer.enable_model_summary=false",
     "--trainer.accelerator=cpu",
 ]
-
-# For comparisons of ranks: Adam's first steps blow up the roundoff of gradients near zero.
-DOUBLE = "--trainer.precision=64-true"
 
 
 def environment():
@@ -73,43 +72,10 @@ def assert_same_run(ours, reference, rtol=1e-5):
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    fit(folder, "--name=one", "--data.batch_size=32", DOUBLE)
-    return folder / "runs" / "one"
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """In single precision: Lightning loads a checkpoint's doubles through single precision."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     fit(folder, "--name=one", "--data.batch_size=32")
     return folder / "runs" / "one"
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ddp_from_the_console_script(one_process, tmp_path, ranks):
-    flags = [f"--trainer.devices={ranks}", "--trainer.strategy=ddp", f"--data.batch_size={32 // ranks}", DOUBLE]
-    printed = fit(tmp_path, "--name=many", *flags)
-    assert printed.count("BYOL finished after 16 steps") == 1
-    assert_same_run(tmp_path / "runs" / "many", one_process)
-
-
-def test_two_torchrun_agents(one_process, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test", "-m", "lightning_ssl"]
-    flags = ["--name=many", "--data.batch_size=16", "--trainer.strategy=ddp", "--trainer.devices=1", DOUBLE]
-    command = [*launcher, "fit", *JOB, *flags, "--trainer.num_nodes=2"]
-    agents = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for _ in range(2)
-    ]
-    outputs = [agent.communicate(timeout=400)[0].decode() for agent in agents]
-    assert all(agent.returncode == 0 for agent in agents), outputs[0][-2000:] + outputs[1][-2000:]
-    assert_same_run(tmp_path / "runs" / "many", one_process)
 
 
 def start(folder, *args):
