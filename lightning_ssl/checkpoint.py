@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,15 @@ class CheckpointFiles(TorchCheckpointIO):
             return
         folder, name = os.path.split(path)
         written = os.path.join(folder, f".{name}.part")  # always the same, so that kills leave one at most
+        content = BytesIO()
+        torch.save(checkpoint, content)  # not to the file: torch hides why it cannot write
         try:
             os.makedirs(folder or ".", exist_ok=True)
             with open(written, "wb") as file:
-                torch.save(checkpoint, file)
+                file.write(content.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
-        except (OSError, RuntimeError) as error:  # torch wraps what its own writer cannot write
+        except OSError as error:
             if os.path.exists(written):
                 os.unlink(written)
             raise CheckpointError(

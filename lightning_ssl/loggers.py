@@ -50,10 +50,8 @@ class _Writer(ExperimentWriter):
         if not self.metrics or self._earlier is not None:
             return
         if not self.metrics_keys:  # the first rows, earlier ones among them
-            self.metrics_keys = sorted(set().union(*self.metrics))
             self._replace(self.metrics)
-        elif new := set().union(*self.metrics) - set(self.metrics_keys):
-            self.metrics_keys = sorted({*self.metrics_keys, *new})
+        elif set().union(*self.metrics) - set(self.metrics_keys):
             self._replace([*read_rows(self.metrics_file_path), *self.metrics])
         else:
             size = os.path.getsize(self.metrics_file_path)
@@ -66,18 +64,19 @@ class _Writer(ExperimentWriter):
         self.metrics = []
 
     def _replace(self, rows: list[dict[str, Any]]) -> None:
-        temporary = f"{self.metrics_file_path}.new"
+        """Write the file anew, with all the rows' keys."""
+        temporary, keys = f"{self.metrics_file_path}.new", sorted(set().union(*rows))
         try:
             with open(temporary, "w", newline="") as file:
-                writer = csv.DictWriter(file, self.metrics_keys)
+                writer = csv.DictWriter(file, keys)
                 writer.writeheader()
                 writer.writerows(rows)
             os.replace(temporary, self.metrics_file_path)
         except OSError:
-            self.metrics_keys = []  # all of it once more, next time
             if os.path.exists(temporary):
                 os.unlink(temporary)
             raise
+        self.metrics_keys = keys
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
