@@ -82,9 +82,12 @@ class CheckpointFiles(TorchCheckpointIO):
             self.release()
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        """Tensors and plain values only, whatever torch's default, unless `weights_only` is False."""
+        """Tensors and plain values, whatever `weights_only` and torch's default: pickled objects are refused."""
         with readable(path):
-            checkpoint = super().load_checkpoint(path, map_location, weights_only is not False)
+            if "://" in str(path):
+                checkpoint = super().load_checkpoint(path, map_location)
+            else:
+                checkpoint = torch.load(path, map_location=map_location, weights_only=True)
         if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
             raise CheckpointError(
                 f"ckpt_path={str(path)!r} was not written by Lightning: it has no 'pytorch-lightning_version'. Load "
@@ -101,7 +104,9 @@ def readable(path: Any) -> Iterator[None]:
     except FileNotFoundError as error:
         raise CheckpointError(f"ckpt_path={str(path)!r}: there is no such file.{_others(path)}") from error
     except pickle.UnpicklingError as error:
-        found = re.search(r"Unsupported (?:global|class|operand).*?(?= was not| by default|\.\s|$)", str(error))
+        found = re.search(
+            r"unsupported (?:global|class|operand).*?(?= was not| whose|\.\s|$)", str(error), re.IGNORECASE
+        )
         if found is None:
             raise CheckpointError(f"ckpt_path={str(path)!r} is damaged, or no checkpoint.{_others(path)}") from error
         raise CheckpointError(

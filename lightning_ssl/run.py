@@ -16,6 +16,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported for their names: jsonargparse knows the subclasses that are loaded.
+import lightning_ssl.callbacks
+import lightning_ssl.data
+import lightning_ssl.methods  # noqa: F401
 from lightning_ssl.callbacks._report import run_dir
 from lightning_ssl.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.explain import explain

@@ -1,0 +1,78 @@
+"""Checkpoint files: whole or not there, held back until they count, read without running what is in them."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+
+from lightning_ssl.checkpoint import CheckpointError, CheckpointFiles, RunCheckpoint
+from lightning_ssl.methods import BYOL, SimSiam
+from tests.methods.helpers import loader, small
+
+GOOD = {"pytorch-lightning_version": "2.6.0", "state_dict": {"w": torch.arange(3.0)}}
+
+
+def test_a_checkpoint_takes_its_place_when_it_is_released(tmp_path):
+    files, place, old = CheckpointFiles(), tmp_path / "last.ckpt", tmp_path / "old.ckpt"
+    files.save_checkpoint({**GOOD, "step": 1}, place)
+    files.save_checkpoint({**GOOD, "step": 0}, old)
+    with files.hold():
+        files.save_checkpoint({**GOOD, "step": 2}, place)
+        files.remove_checkpoint(old)
+    assert files.load_checkpoint(place)["step"] == 1 and old.exists()  # so that a kill here loses nothing
+    files.release()
+    assert files.load_checkpoint(place)["step"] == 2 and not old.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
+    (tmp_path / "folder").write_text("a file")
+    with pytest.raises(CheckpointError, match=r"could not be written .*earlier checkpoints are untouched"):
+        CheckpointFiles().save_checkpoint(GOOD, tmp_path / "folder" / "last.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 500, -30])
+def test_a_cut_off_checkpoint_is_told_from_a_whole_one(tmp_path, cut):
+    files, place = CheckpointFiles(), tmp_path / "last.ckpt"
+    files.save_checkpoint(GOOD, place)
+    files.save_checkpoint(GOOD, tmp_path / "other.ckpt")
+    place.write_bytes(place.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"last.ckpt' is .*damaged, or no checkpoint.*Others in .*other.ckpt"):
+        files.load_checkpoint(place)
+    assert files.load_checkpoint(tmp_path / "other.ckpt")["state_dict"]["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("interval", [1.0, 0.5])
+@pytest.mark.parametrize("method", [BYOL, SimSiam])  # SimSiam has a schedule
+def test_steps_that_a_validation_follows_are_saved_after_it(method, interval, tmp_path):
+    """Wherever a run is resumed, it validates as often as the uninterrupted one."""
+
+    class Count(L.Callback):
+        steps = ()
+
+        def on_validation_end(self, trainer, pl_module):
+            self.steps = (*self.steps, trainer.global_step)
+
+    def fit(ckpt_path=None):
+        count, model = Count(), small(method)
+        saver = RunCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=2,
+            val_check_interval=interval,
+            callbacks=[count, saver],
+            plugins=[CheckpointFiles()],
+            logger=False,
+            num_sanity_val_steps=0,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, loader(4), loader(1), ckpt_path=ckpt_path)
+        return count.steps, model.state_dict()
+
+    steps, _ = fit()
+    assert steps == ((4, 8) if interval == 1.0 else (2, 4, 6, 8))
+    assert sorted(int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt")) == list(range(1, 9))
+    for start in (3, 4, 6):
+        later, _ = fit(tmp_path / f"step={start}.ckpt")
+        assert later == tuple(step for step in steps if step > start), start
