@@ -84,13 +84,19 @@ def costs(work: str, against: str, ours: list[float], limit: list[float], aim: f
 
 def _ratio(a: list[float], b: list[float]) -> str:
     single = [x / y for x, y in zip(a, b, strict=False)]
-    spread = f" ({min(single):.3g}-{max(single):.3g})" if len(single) > 1 else ""
-    return f"{statistics.median(a) / statistics.median(b):.3g}x{spread}"
+    spread = f" ({_number(min(single))}-{_number(max(single))})" if len(single) > 1 else ""
+    return f"{_number(statistics.median(a) / statistics.median(b))}x{spread}"
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
 
 
 def _time(seconds: list[float]) -> str:
     value = statistics.median(seconds)
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+    return (
+        f"{_number(value)} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+    )
 
 
 def peak_memory(run: Callable[[], object]) -> float:

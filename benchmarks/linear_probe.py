@@ -70,7 +70,7 @@ def by_sgd(x: Tensor, y: Tensor, classes: int, epochs: int) -> Callable[[], tupl
 def run(tiny: bool = False) -> Section:
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    n, held_out, dim, epochs, repeats = (600, 300, 16, 1, 1) if tiny else (50_000, 10_000, 512, 9, 3)
+    n, held_out, dim, epochs, repeats = (600, 300, 16, 1, 1) if tiny else (50_000, 10_000, 512, 9, 2)
     rows, notes = [], []
     for classes in (5, 6) if tiny else (10, 100):
         dice = torch.Generator().manual_seed(0)
@@ -82,19 +82,20 @@ def run(tiny: bool = False) -> Section:
 
         ours, sgd = lambda x=x, y=y, c=classes: fit_linear_probe(x, y, c, L2), by_sgd(x, y, classes, epochs)
         theirs = lambda x=x, y=y: by_sklearn(x, y)  # noqa: E731
-        answers = {"ours": ours(), "scikit-learn": theirs(), "lightly": sgd()}
+        answers = {"ours": ours(), "scikit-learn": theirs()}
         losses = {name: objective(x, y, *answers[name]) for name in ("ours", "scikit-learn")}
         scores = {name: accuracy(answer) for name, answer in answers.items()}
         assert losses["ours"] <= losses["scikit-learn"] + 1e-6, losses
-        assert abs(scores["ours"] - scores["scikit-learn"]) <= (0.02 if tiny else 0.001), scores
+        assert scores["ours"] >= scores["scikit-learn"] - (0.02 if tiny else 0.001), scores
         seconds = race({"ours": ours, "scikit-learn": theirs}, repeats, warm_up=0)
-        slow = race({"lightly": sgd}, 1, warm_up=0)["lightly"]
+        fitted: list[tuple[Tensor, Tensor]] = []
+        slow = race({"lightly": lambda sgd=sgd, f=fitted: f.append(sgd())}, 1, warm_up=0)["lightly"]
         work = f"{n:,} x {dim}, {classes} classes"
         rows.append(faster(work, "scikit-learn", seconds["ours"], seconds["scikit-learn"], 3))
         rows.append(faster(work, "lightly's 90 epochs", seconds["ours"], [90 / epochs * s for s in slow], 20))
         notes.append(
             f"{classes} classes: objective {losses['ours']:.7f} (ours), {losses['scikit-learn']:.7f} (scikit-learn); "
-            f"accuracy {scores['ours']:.2%}, {scores['scikit-learn']:.2%}, and {scores['lightly']:.2%} after "
+            f"accuracy {scores['ours']:.2%}, {scores['scikit-learn']:.2%}, and {accuracy(fitted[0]):.2%} after "
             f"lightly's {epochs} epoch{'s' if epochs > 1 else ''}."
         )
     return Section(rows, notes, ["scikit-learn", "lightly"])

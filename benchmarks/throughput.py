@@ -117,6 +117,9 @@ def fit(module: L.LightningModule, data: Any, batches: int, callbacks: tuple[L.C
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=1, limit_train_batches=batches, callbacks=[*callbacks, clock], **quiet
     )
+    if not type(module).__module__.startswith("stable_pretraining"):  # it adds its own to everybody's trainers
+        own = [callback for callback in trainer.callbacks if not type(callback).__module__.startswith("stable_")]
+        trainer.callbacks = own
     trainer.fit(module, data)
     return clock
 

@@ -14,7 +14,7 @@ from lightning_ssl.functional.geometry import _unit_rows
 # Similarities held at a time: 2^25 floats are 128 MB.
 _SIMILARITIES = 2**25
 # The linear probe's gradient at which its Hessian is worth a second look.
-_ROUGH = 1e-3
+_ROUGH = 1e-2
 
 
 @torch.no_grad()
