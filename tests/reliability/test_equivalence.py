@@ -6,6 +6,7 @@ steps blow up the roundoff of gradients near zero.
 
 import csv
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,8 +23,9 @@ METHODS = ["SimCLR", "BYOL", "DirectPred", "BarlowTwins"]
 EVERYTHING = bool(os.environ.get("LIGHTNING_SSL_ALL_LAUNCHES"))
 LAUNCHED = METHODS if EVERYTHING else ["BYOL"]
 SCRIPT = [sys.executable, "-m", "lightning_ssl"]
-WATCHING = [entry for entry in jobs.CALLBACKS if "Checkpoint" not in entry]
-WATCHING = [entry.replace("every_n_steps: 4, ", "") for entry in WATCHING] + [
+# Every callback, at six moments of the run; pictures are the first rank's own.
+WATCHING = [re.sub(r"every_n_steps: \d+", "every_n_steps: 10", entry) for entry in jobs.CALLBACKS[:-1]]
+WATCHING = [entry.replace("picture_every: 2", "picture_every: 0") for entry in WATCHING] + [
     "{class_path: lightning_ssl.checkpoint.RunCheckpoint, init_args: {save_last: true}}"
 ]
 

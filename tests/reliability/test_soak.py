@@ -20,7 +20,7 @@ from lightning_ssl.methods import BYOL
 from lightning_ssl.nn import MLPBackbone
 
 STEPS = int(os.environ.get("LIGHTNING_SSL_SOAK_STEPS", "1000"))
-STEPS_AN_EPOCH = 100
+STEPS_AN_EPOCH = max(50, STEPS // 40)
 
 
 def watchers(every):
@@ -68,7 +68,7 @@ def soak(folder, steps, pipe):
         accelerator="cpu",
         max_steps=steps,
         max_epochs=-1,
-        callbacks=[GuardLoggers(), *watchers(every=20), gauge, RunCheckpoint(save_last=True, every_n_train_steps=50)],
+        callbacks=[GuardLoggers(), *watchers(every=STEPS_AN_EPOCH // 10), gauge, RunCheckpoint(save_last=True)],
         plugins=[CheckpointFiles()],
         logger=ResumableCSVLogger(folder, name="run", version=""),
         default_root_dir=folder,
