@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Call(NamedTuple):
-    """One call of a watched module: the first tensor that entered, and the first that left."""
+    """One call of a watched module: the first tensor that entered, and the first ones that left."""
 
     input: Tensor | None
-    output: Tensor | None
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def output(self) -> Tensor | None:
+        return self.outputs[0] if self.outputs else None
 
 
 _silent = 0
@@ -38,9 +44,13 @@ class Recorder:
 
     A copy, because the next layer may work in place; made when the call happens, because the weights (and with them
     what the features mean) change before the step is over.
+
+    Args:
+        inputs: keep the first tensor that enters a call.
+        outputs: how many of the tensors that leave it are kept.
     """
 
-    def __init__(self, inputs: bool = False, outputs: bool = True) -> None:
+    def __init__(self, inputs: bool = False, outputs: int = 1) -> None:
         self._inputs, self._outputs = inputs, outputs
         self._handles: list[RemovableHandle] = []
         self._calls: dict[str, list[Call]] = {}
@@ -89,22 +99,18 @@ class Recorder:
     def _before(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._listening():
-                entered = _copy(first_tensor((args, kwargs))) if self._inputs else None
-                self._entered.setdefault(path, []).append(entered)
+                entered = first_tensor((args, kwargs)) if self._inputs else None
+                self._entered.setdefault(path, []).append(None if entered is None else entered.detach().clone())
 
         return _eager(hook)
 
     def _after(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._listening() and self._entered.get(path):
-                left = _copy(first_tensor(output)) if self._outputs else None
+                left = tuple(x.detach().clone() for x in islice(tensors(output), self._outputs))
                 self._calls.setdefault(path, []).append(Call(self._entered[path].pop(), left))
 
         return _eager(hook)
-
-
-def _copy(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach().clone()
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:
@@ -112,32 +118,37 @@ def _eager(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
-def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in nested tuples, lists, dicts or model outputs."""
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in nested tuples, lists, dicts, dataclasses or model outputs, in their order."""
     if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
+        if value.is_floating_point():
+            yield value
+        return
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()
     elif isinstance(value, (tuple, list)):
         items = value
+    elif is_dataclass(value):
+        items = [getattr(value, field.name) for field in fields(value)]
     for item in items:
-        found = first_tensor(item)
-        if found is not None:
-            return found
-    return None
+        yield from tensors(item)
+
+
+def first_tensor(value: Any) -> Tensor | None:
+    return next(tensors(value), None)
+
+
+def pooled(x: Tensor) -> Tensor:
+    """Features [N, d]: positions of a map [N, d, positions...] and tokens of a sequence [N, tokens, d] are averaged."""
+    if x.ndim > 2:
+        x = x.mean(dim=1) if x.ndim == 3 else x.flatten(2).mean(dim=2)
+    return x.reshape(len(x), -1)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Features [N, d] in double precision: positions of a feature map and tokens of a sequence are averaged.
-
-    Double, because the logarithm of a mean near 1 (a collapse) keeps few of a float's digits.
-    """
-    x = x.float() if x.device.type == "mps" else x.double()
-    if x.ndim > 2:
-        # A map is [N, C, positions...], a sequence [N, tokens, C].
-        x = x.mean(dim=1) if x.ndim == 3 else x.flatten(2).mean(dim=2)
-    return x.reshape(len(x), -1)
+    """`pooled`, in double precision: the logarithm of a mean near 1 (a collapse) keeps few of a float's digits."""
+    return pooled(x.float() if x.device.type == "mps" else x.double())
 
 
 def split_views(tensors: list[Tensor], batch: Any, views: int | None) -> list[Tensor]:
@@ -187,6 +198,8 @@ def _leading_sizes(batch: Any) -> set[int]:
     items: Iterable[Any] = ()
     if isinstance(batch, Mapping):
         items = batch.values()
+    elif is_dataclass(batch):
+        items = [getattr(batch, field.name) for field in fields(batch)]
     elif isinstance(batch, (tuple, list)):
         if batch and all(isinstance(item, (str, bytes)) for item in batch):
             return {len(batch)}  # file names

@@ -46,6 +46,7 @@ class Watcher(L.Callback):
         every_n_epochs: watch the first step of every that many epochs.
         name: keeps the keys of several instances apart: ``train/<name>/...``.
         inputs: record what enters the places, too.
+        outputs: how many of the tensors that leave a call are recorded.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Watcher(L.Callback):
         every_n_epochs: int | None,
         name: str | None,
         inputs: bool = False,
-        outputs: bool = True,
+        outputs: int = 1,
     ) -> None:
         super().__init__()
         check_interval(every_n_steps, every_n_epochs)

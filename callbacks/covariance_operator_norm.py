@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_ssl.callbacks._capture import Call, as_rows, first_tensor, silence, split_views
+from lightning_ssl.callbacks._capture import Call, silence, split_views
+from lightning_ssl.callbacks._network import KEPT, WATCHABLE, Network, find_glue
 from lightning_ssl.callbacks._places import check_path, find_module
-from lightning_ssl.callbacks._ranks import gather_rows
+from lightning_ssl.callbacks._ranks import agree, gather_rows
+from lightning_ssl.callbacks._report import warn_once
 from lightning_ssl.callbacks._watcher import Watcher
 from lightning_ssl.functional import pair_weight
 from lightning_ssl.functional.covariance_operator import covariance_operator_norms
-
-WATCHABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class CovarianceOperatorNorm(Watcher):
@@ -40,7 +39,7 @@ class CovarianceOperatorNorm(Watcher):
         layers: dotted paths of Linear or Conv layers in the encoder or the head; by default all that are called.
         encoder: dotted path of the submodule the images enter.
         output: dotted path of the submodule whose output counts: the encoder itself, a part of it, or a head that
-            takes the encoder's features.
+            takes the encoder's features as they are, flattened, pooled, or one of their tokens, as seen in the step.
         samples: how many samples of the batch are used.
         directions: output directions followed, the cost of the estimate.
         principal: how many of those are principal directions of the outputs.
@@ -73,7 +72,7 @@ class CovarianceOperatorNorm(Watcher):
         every_n_epochs: int | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__({"encoder": encoder}, every_n_steps, every_n_epochs, name, inputs=True, outputs=False)
+        super().__init__({"encoder": encoder}, every_n_steps, every_n_epochs, name, inputs=True, outputs=KEPT)
         if isinstance(layers, str) or (layers is not None and not layers):
             raise ValueError(f"`layers` must be a list of dotted paths or None for all, got {layers!r}")
         if samples < 2:
@@ -87,6 +86,7 @@ class CovarianceOperatorNorm(Watcher):
         self.directions, self.principal, self.exact = directions, principal, exact
         self.weight, self.tau, self.margin, self.seed, self.views = weight, tau, margin, seed, views
         self._images: Tensor | None = None
+        self._glue: int | None = None
 
     @property
     def state_key(self) -> str:
@@ -109,8 +109,12 @@ class CovarianceOperatorNorm(Watcher):
                     f"output={self.output!r}"
                 )
 
+    def _attach(self, pl_module: L.LightningModule) -> None:
+        places = {self.encoder: "encoder", self.output: "output"}
+        self._recorder.attach({path: find_module(pl_module, path, argument) for path, argument in places.items()})
+
     def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._images = None
+        self._images, self._glue = None, None
         self._quota = -(-self.samples // trainer.world_size)
 
     def update(self, pl_module: L.LightningModule, calls: dict[str, list[Call]], batch: Any) -> int:
@@ -118,12 +122,14 @@ class CovarianceOperatorNorm(Watcher):
         views = split_views(entered, batch, self.views)
         if not views:
             return 0
+        views = [view for view in views if view.shape == views[0].shape]  # of several sizes of crops, the first
         if len(views) < 2:
             raise ValueError(
                 f"the covariance operator needs two views of each sample, {self.encoder!r} saw one; pass `views=2` if "
                 "a call holds both"
             )
         self._images = torch.stack([view[: self._quota] for view in views], dim=1)  # N x V x ...
+        self._glue = find_glue(calls.get(self.encoder, []), calls.get(self.output, []))
         return len(views)
 
     def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
@@ -132,7 +138,14 @@ class CovarianceOperatorNorm(Watcher):
         self._images = None
         if images is None:
             return {}
-        network = Network(pl_module, self.encoder, self.output, trainer.precision_plugin.forward_context)
+        glue = agree(trainer, True, -1 if self._glue is None else self._glue)[1]
+        network = Network(pl_module, self.encoder, self.output, trainer.precision_plugin.forward_context, glue)
+        if glue < 0 and not network.inside:
+            warn_once(
+                self._who,
+                f"the training step does something between {self.encoder!r} and {self.output!r} that is not repeated "
+                "here: the operators are those of the second after the first, flattened or pooled as it fits",
+            )
         weight = partial(pair_weight, loss=self.weight, tau=self.tau, margin=self.margin) if self.weight else None
         with silence():
             norms = covariance_operator_norms(
@@ -155,71 +168,3 @@ class CovarianceOperatorNorm(Watcher):
             values[self.key("cov_op_ratio", layer)] = norm.inter_norm / norm.intra_norm.clamp_min(1e-30)
             values[self.key("cov_op_error", layer)] = norm.relative_error
         return {key: float(value) for key, value in values.items()}
-
-
-class Network(nn.Module):
-    """Images to output through two parts of a module, under their own dotted names.
-
-    The head gets the encoder's output as it is if it accepts it, else flattened, as strangers' steps do in between.
-    """
-
-    def __init__(self, pl_module: nn.Module, encoder: str, output: str, context: Any) -> None:
-        super().__init__()
-        self.encoder, self.output, self.context = encoder, output, context
-        self.parts = {path: find_module(pl_module, path, "output") for path in (encoder, output)}
-        self.inside = output == encoder or output.startswith(f"{encoder}.")
-        for path in [encoder] if self.inside else [encoder, output]:
-            *parents, last = path.split(".")
-            node: nn.Module = self
-            for parent in parents:
-                if parent not in node._modules:
-                    node.add_module(parent, nn.Module())
-                node = node.get_submodule(parent)
-            node.add_module(last, self.parts[path])
-
-    def forward(self, images: Tensor) -> Tensor:
-        context: AbstractContextManager[Any] = self.context()
-        with context, self._inner_output() as inner:
-            features = first_tensor(self.parts[self.encoder](images))
-            if features is None:
-                raise ValueError(f"`encoder={self.encoder!r}` returned no features")
-            if self.inside:
-                features = inner[-1] if inner else features
-            else:
-                features = first_tensor(self.parts[self.output](flat_for(self.parts[self.output], features)))
-        if features is None:
-            raise ValueError(f"`output={self.output!r}` returned no features")
-        return as_graph_rows(features)
-
-    @contextmanager
-    def _inner_output(self) -> Iterator[list[Tensor]]:
-        """What leaves a submodule inside the encoder, with its graph."""
-        seen: list[Tensor] = []
-        if not self.inside or self.output == self.encoder:
-            yield seen
-            return
-
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            left = first_tensor(output)
-            if left is not None:
-                seen.append(left.clone())  # the next layer may work in place
-
-        handle = self.parts[self.output].register_forward_hook(keep)
-        try:
-            yield seen
-        finally:
-            handle.remove()
-
-
-def flat_for(head: nn.Module, features: Tensor) -> Tensor:
-    """Flatten a feature map for a head that begins with a linear layer."""
-    first = next((part for part in head.modules() if isinstance(part, WATCHABLE)), None)
-    if features.ndim > 2 and isinstance(first, nn.Linear):
-        flat = features.flatten(1)
-        return flat if flat.shape[1] == first.in_features else features.flatten(2).mean(dim=2)
-    return features
-
-
-def as_graph_rows(x: Tensor) -> Tensor:
-    """`as_rows`, in the network's own precision or single: the graph's gradients need no more."""
-    return as_rows(x).to(torch.promote_types(x.dtype, torch.float32))

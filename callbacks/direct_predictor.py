@@ -45,7 +45,7 @@ class DirectPredictor(PredictorAction):
         self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
         self.partitions, self.seed = partitions, seed
         self._update = DirectPredictorUpdate(rho, eps, freq, shift, partitions, seed=seed)
-        self._recorder = Recorder(inputs=True, outputs=False)
+        self._recorder = Recorder(inputs=True, outputs=0)
         self._seen = 0
 
     def check(self, predictor: nn.Module) -> None:

@@ -93,9 +93,9 @@ class EigenspaceAlignment(Watcher):
 
     def update(self, pl_module: L.LightningModule, calls: dict[str, list[Call]], batch: Any) -> int:
         weight = linear_weight(find_module(pl_module, self.predictor, "predictor"))
-        seen = [call for call in calls.get(self.predictor, []) if call.input is not None and call.output is not None]
+        pairs = [(call.input, call.output) for call in calls.get(self.predictor, [])]
+        seen = [(entered, left) for entered, left in pairs if entered is not None and left is not None]
         for entered, left in seen:
-            assert entered is not None and left is not None
             if weight is not None:
                 self._metric.update(as_rows(entered), weight=weight.detach().double())
             else:

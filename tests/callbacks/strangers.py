@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import lightning.pytorch as L
 import torch
@@ -176,6 +177,76 @@ class ManualTwoOptimizers(L.LightningModule):
     def configure_optimizers(self):
         encoder = [*self.backbone.parameters(), *self.projector.parameters()]
         return torch.optim.SGD(encoder, lr=0.05), torch.optim.SGD(self.predictor.parameters(), lr=0.05)
+
+
+class Tokens(nn.Module):
+    """A tiny transformer: images of any size to [N, 1 + patches, 16], the class token first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 16, 4, 4)
+        self.cls = nn.Parameter(torch.ones(1, 1, 16))
+        self.mix = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())
+
+    def forward(self, x):
+        patches = self.patch(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.cls + patches.mean(dim=1, keepdim=True), patches], dim=1)
+        return tokens + self.mix(tokens)
+
+
+class MultiCrop(L.LightningModule):
+    """In the style of DINO: crops of two sizes in one call each, then the head on all of them; a teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Tokens()
+        self.head = nn.Linear(16, 8)
+        self.teacher = copy.deepcopy(nn.Sequential(self.student, nn.Flatten(0, 1), self.head)).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        views = batch[0]
+        large, small = torch.cat(views), torch.cat([view[..., :4, :4] for view in views])
+        with torch.no_grad():
+            target = self.teacher(large).view(len(large), -1, 8)[:, 0].softmax(dim=1)
+        online = self.head(torch.cat([self.student(large)[:, 0], self.student(small)[:, 0]]))
+        return -(target.repeat(2, 1) * online.log_softmax(dim=1)).sum(dim=1).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@dataclasses.dataclass
+class Boxed:
+    hidden: Tensor
+    pooled: Tensor
+
+
+class Boxing(nn.Module):
+    """Returns a dataclass, as some libraries' encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Tokens()
+        self.pooler = nn.Linear(16, 16)
+
+    def forward(self, x):
+        hidden = self.trunk(x)
+        return Boxed(hidden, self.pooler(hidden[:, 0]).tanh())
+
+
+class BoxedEncoder(L.LightningModule):
+    """Names that a callback might use itself: `encoder` and `output`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.output, self.predict = Boxing(), nn.Linear(16, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        z0, z1 = (self.output(self.encoder(x).pooled) for x in batch[0])
+        return (self.predict(z0) - z1.detach()).square().mean() + (self.predict(z1) - z0.detach()).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Pairs(Dataset):

@@ -30,6 +30,7 @@ PREDICTORS = [
     (strangers.DictConcatenated, "predict"),
     (strangers.ManualTwoOptimizers, "predictor"),
     (strangers.MeanLoss, "predictor"),
+    (strangers.BoxedEncoder, "predict"),
 ]
 FEATURES = [
     (strangers.LightlyBYOL, "projection_head"),
@@ -180,6 +181,22 @@ def test_acting_on_a_strangers_predictor():
     assert module.projection_head.layers[0].weight.abs().max() > 1e-2
 
 
+def test_what_happens_between_encoder_and_head_is_seen_or_said():
+    class Scaled(strangers.MeanLoss):
+        def step(self, batch):
+            z0, z1 = (self.projector(2 * self.backbone(x)) for x in batch[0])
+            return (self.predictor(z0) - z1.detach()).square().mean()
+
+    with pytest.warns(UserWarning, match="between 'backbone' and 'projector' that is not repeated here"):
+        history = fit(Scaled(), [CovarianceOperatorNorm(name="scaled", every_n_steps=9)])
+    assert history.series("cov_op/scaled/projector")
+
+
+class FirstToken(nn.Module):
+    def forward(self, x):
+        return x[:, 0]
+
+
 @pytest.mark.parametrize(
     ("cls", "encoder", "output"),
     [
@@ -187,20 +204,27 @@ def test_acting_on_a_strangers_predictor():
         (strangers.LightlyBYOL, "backbone", "backbone"),
         (strangers.DictConcatenated, "net.encoder", "net.head"),
         (strangers.ManualTwoOptimizers, "backbone", "backbone.0.3"),
+        (strangers.MultiCrop, "student", "head"),
+        (strangers.BoxedEncoder, "encoder", "output"),
     ],
 )
-def test_covariance_operator_norm(cls, encoder, output):
+def test_covariance_operator_norm(cls, encoder, output, recwarn):
     module = cls()
     twin = cls()
     twin.load_state_dict(module.state_dict())
-    calls = tape(module.get_submodule(encoder))
+    calls = tape(module.get_submodule("encoder.trunk" if cls is strangers.BoxedEncoder else encoder))
     callback = CovarianceOperatorNorm(encoder=encoder, output=output, exact=True, every_n_steps=3, samples=12)
     history = fit(module, [callback])
     entered = [x for grad, x, _ in calls if grad]
-    views = entered[0].chunk(2) if cls is strangers.DictConcatenated else entered[:2]
+    together = cls in (strangers.DictConcatenated, strangers.MultiCrop)
+    views = entered[0].chunk(2) if together else entered[:2]
     first, second = (view[:12] for view in views)
     encode, head = twin.get_submodule(encoder), twin.get_submodule(output)
-    if encoder == output:
+    if cls is strangers.MultiCrop:
+        model = nn.Sequential(encode, FirstToken(), head)
+    elif cls is strangers.BoxedEncoder:
+        model = nn.Sequential(encode.trunk, FirstToken(), encode.pooler, nn.Tanh(), head)
+    elif encoder == output:
         model = nn.Sequential(encode, nn.Flatten())
     elif output.startswith(encoder):
         model = nn.Sequential(*list(encode[0])[:4], nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -219,3 +243,4 @@ def test_covariance_operator_norm(cls, encoder, output):
         assert logged[f"cov_op_trace/{layer}"] == pytest.approx(float(norm.inter_trace), rel=1e-3)
         assert logged[f"cov_op_intra/{layer}"] == pytest.approx(float(norm.intra_norm), rel=1e-3)
     assert {step for step, row in history.rows if names[0] in row} == {0, 3}
+    assert not [str(w.message) for w in recwarn if "CovarianceOperatorNorm" in str(w.message)]
