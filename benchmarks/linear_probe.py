@@ -1,8 +1,9 @@
 """Logistic regression on 50,000 x 512 features, 10 and 100 classes, tested on 10,000 more.
 
-scikit-learn's LogisticRegression (L-BFGS, its default tolerance) minimises the same objective on the same standardised
-features; the standardisation is inside the clock of both. lightly's LinearClassifier is its recipe on cached features:
-Lightning, SGD with cosine decay, batches of 256, 90 epochs, of which a tenth is run here and the time multiplied.
+scikit-learn's LogisticRegression minimises the same objective on the same standardised features; the standardisation is
+inside the clock of both. At its default tolerance it stops well before the optimum, which the test accuracy hardly
+shows; a second row has it go on (`tol=1e-5`) to where ours stops. lightly's LinearClassifier is its recipe on cached
+features: Lightning, SGD with cosine decay, batches of 256, 90 epochs, of which a tenth is run and the time multiplied.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def objective(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> float:
     return float(F.cross_entropy(x @ weight.T + bias, y) + L2 / 2 * scaled.square().sum())
 
 
-def by_sklearn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def by_sklearn(x: Tensor, y: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
     scaler = StandardScaler()
-    model = LogisticRegression(C=1 / (L2 * len(x)), max_iter=1000)
+    model = LogisticRegression(C=1 / (L2 * len(x)), max_iter=10_000, tol=tolerance)
     model.fit(scaler.fit_transform(x.numpy()), y.numpy())
     weight = torch.from_numpy(model.coef_ / scaler.scale_)
     return weight, torch.from_numpy(model.intercept_) - weight @ torch.from_numpy(scaler.mean_)
@@ -80,23 +81,32 @@ def run(tiny: bool = False) -> Section:
             weight, bias = (part.double() for part in fitted)
             return float(((test.double() @ weight.T + bias).argmax(1) == truth).double().mean())
 
-        ours, sgd = lambda x=x, y=y, c=classes: fit_linear_probe(x, y, c, L2), by_sgd(x, y, classes, epochs)
-        theirs = lambda x=x, y=y: by_sklearn(x, y)  # noqa: E731
-        answers = {"ours": ours(), "scikit-learn": theirs()}
-        losses = {name: objective(x, y, *answers[name]) for name in ("ours", "scikit-learn")}
+        contenders = {
+            "ours": lambda x=x, y=y, c=classes: fit_linear_probe(x, y, c, L2),
+            "scikit-learn": lambda x=x, y=y: by_sklearn(x, y),
+            "scikit-learn, converged": lambda x=x, y=y: by_sklearn(x, y, 1e-5),
+            "lightly": by_sgd(x, y, classes, epochs),
+        }
+        answers: dict[str, tuple[Tensor, Tensor]] = {}
+        seconds: dict[str, list[float]] = {}
+        for names, turns in ((("ours", "scikit-learn"), repeats), (("scikit-learn, converged", "lightly"), 1)):
+            runs = {name: lambda name=name, c=contenders, a=answers: a.update({name: c[name]()}) for name in names}
+            seconds |= race(runs, turns, warm_up=int(turns > 1))
+        losses = {name: objective(x, y, *answer) for name, answer in answers.items()}
         scores = {name: accuracy(answer) for name, answer in answers.items()}
+        # The same optimum: as low as any of the others, and as good on new data.
         assert losses["ours"] <= losses["scikit-learn"] + 1e-6, losses
-        assert scores["ours"] >= scores["scikit-learn"] - (0.02 if tiny else 0.001), scores
-        seconds = race({"ours": ours, "scikit-learn": theirs}, repeats, warm_up=0)
-        fitted: list[tuple[Tensor, Tensor]] = []
-        slow = race({"lightly": lambda sgd=sgd, f=fitted: f.append(sgd())}, 1, warm_up=0)["lightly"]
+        assert losses["ours"] <= losses["scikit-learn, converged"] + 1e-4, losses
+        assert abs(scores["ours"] - scores["scikit-learn, converged"]) <= (0.02 if tiny else 0.001), scores
         work = f"{n:,} x {dim}, {classes} classes"
+        rows.append(faster(work, "scikit-learn, converged", seconds["ours"], seconds["scikit-learn, converged"], 3))
         rows.append(faster(work, "scikit-learn", seconds["ours"], seconds["scikit-learn"], 3))
-        rows.append(faster(work, "lightly's 90 epochs", seconds["ours"], [90 / epochs * s for s in slow], 20))
+        sgd = [90 / epochs * s for s in seconds["lightly"]]
+        rows.append(faster(work, "lightly's 90 epochs", seconds["ours"], sgd, 20))
         notes.append(
-            f"{classes} classes: objective {losses['ours']:.7f} (ours), {losses['scikit-learn']:.7f} (scikit-learn); "
-            f"accuracy {scores['ours']:.2%}, {scores['scikit-learn']:.2%}, and {accuracy(fitted[0]):.2%} after "
-            f"lightly's {epochs} epoch{'s' if epochs > 1 else ''}."
+            f"{classes} classes, objective and test accuracy: "
+            + "; ".join(f"{name} {losses[name]:.6f}, {scores[name]:.2%}" for name in answers)
+            + f" (after {epochs} epoch{'s' if epochs > 1 else ''})."
         )
     return Section(rows, notes, ["scikit-learn", "lightly"])
 
