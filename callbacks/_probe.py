@@ -12,7 +12,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_ssl.callbacks._capture import as_rows, first_tensor, silence
 from lightning_ssl.callbacks._places import check_path, find_module
@@ -38,8 +38,8 @@ class Probe(L.Callback):
 
     Args:
         encoder: dotted path of the submodule to evaluate.
-        data: a DataModule with `probe_dataloaders`, or a pair of train and test DataLoaders that yield clean images
-            with labels; by default the trainer's DataModule. Loaders are cut into one shard a rank here.
+        data: a DataModule with `probe_dataloaders`, or a pair of train and test DataLoaders or Datasets that yield
+            clean images with labels; by default the trainer's DataModule. Loaders are cut into one shard a rank here.
         num_classes: by default the DataModule's, or as many as the labels name.
         every_n_epochs: probe at the end of every that many epochs and of the last.
         every_n_steps: probe before every that many training steps as well.
@@ -250,7 +250,7 @@ class Probe(L.Callback):
             raise MisconfigurationException(
                 f"`data` must be a DataModule or a pair (train_loader, test_loader), got {type(data).__name__}"
             )
-        return data
+        return [DataLoader(part, batch_size=256) if isinstance(part, Dataset) else part for part in data]
 
     def _prepare(self, trainer: L.Trainer, data: L.LightningDataModule) -> None:
         """Collective: download on one rank of each machine, then set up on all."""

@@ -49,6 +49,15 @@ def test_accuracies_against_scikit_learn(cls, tmp_path):
     assert history.series("val/linear_top5")[11] == 1.0  # four classes
 
 
+def test_datasets_do_as_well_as_loaders():
+    module, values = strangers.MeanLoss(), []
+    for data in (loaders(), tuple(loader.dataset for loader in loaders())):
+        run = trainer([KNNProbe("backbone", data, k=5)])
+        run.validate(module, strangers.loader(strangers.Pairs(8)), verbose=False)
+        values.append(run.callback_metrics["val/knn_top1"])
+    assert values[0] == values[1]
+
+
 def test_a_checkpoint_is_chosen_by_a_probe(tmp_path):
     saver = ModelCheckpoint(tmp_path, monitor="val/knn_top1", mode="max")
     callbacks = [KNNProbe("backbone", loaders(), k=5), saver]
