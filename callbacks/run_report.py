@@ -20,6 +20,7 @@ SUMMARY = (
     ("train/effective_rank", "effective rank", "{:.1f}"),
     ("predictor/alignment_weighted", "eigenspace alignment", "{:.3f}"),
 )
+MOST_POINTS = 1000  # of a curve
 VERDICTS = ("healthy", "dimensional collapse", "complete collapse")
 
 
@@ -69,7 +70,10 @@ class RunReport(L.Callback):
             if self._seen.get(key) is not value:
                 self._seen[key] = value
                 if key != "epoch":
-                    self.history.setdefault(key, []).append((step, float(value)))
+                    points = self.history.setdefault(key, [])
+                    points.append((step, float(value)))
+                    if len(points) > MOST_POINTS:  # a long run's memory and checkpoints stay small: thin the past
+                        del points[1:-1:2]
 
     def _finish(self, trainer: L.Trainer, pl_module: L.LightningModule, how: str) -> None:
         if not trainer.is_global_zero:
