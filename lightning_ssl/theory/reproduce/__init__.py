@@ -27,22 +27,24 @@ OVERLAY_OPTIONS = ("lr", "sgd_momentum", "momentum", "weight_decay", "predictor_
 TREES, IMAGES = ("epochs", "loss"), ("epochs",)
 
 EXPERIMENTS = {
-    "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (7, 7), TREES),
+    "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (10, 10), TREES),
     "covop-growth": Experiment(
-        "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (12, 80), TREES
+        "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (12, 75), TREES
     ),
     "two-layer": Experiment("clusters:two_layer", "DDN-v1 Figs 7-8: two-layer networks on ten Gaussians", (1.5, 1.5)),
-    "phase-portraits": Experiment("dynamics:phase_portraits", "DirectPred Figs 3, 4, 10: where the modes go", (0.5, 2)),
-    "ema-weight-decay": Experiment("dynamics:ema_weight_decay", "DirectPred Fig 5: roles of eta and beta", (0.2, 0.5)),
-    "ema-assumption": Experiment("dynamics:ema_assumption", "DirectPred Fig 7: W_a is proportional to W", (1, 4)),
-    "symmetry": Experiment("dynamics:symmetry", "DirectPred Fig 8: W_p becomes symmetric", (0.5, 2)),
-    "commutator": Experiment("dynamics:commutator", "DirectPred Fig 9: the commutator of F and W_p", (0.5, 2)),
-    "bound": Experiment("images:bound", "Bound Figs 3-4: L_bound against kNN, on digits", (5, 20), IMAGES),
+    "phase-portraits": Experiment(
+        "dynamics:phase_portraits", "DirectPred Figs 3, 4, 10: where the modes go", (0.3, 0.5)
+    ),
+    "ema-weight-decay": Experiment("dynamics:ema_weight_decay", "DirectPred Fig 5: roles of eta and beta", (0.3, 0.3)),
+    "ema-assumption": Experiment("dynamics:ema_assumption", "DirectPred Fig 7: W_a is proportional to W", (0.5, 0.5)),
+    "symmetry": Experiment("dynamics:symmetry", "DirectPred Fig 8: W_p becomes symmetric", (0.3, 0.5)),
+    "commutator": Experiment("dynamics:commutator", "DirectPred Fig 9: the commutator of F and W_p", (0.3, 0.5)),
+    "bound": Experiment("images:bound", "Bound Figs 3-4: L_bound against kNN, on digits", (2, 8), IMAGES),
     "byol-ablations": Experiment(
-        "images:byol_ablations", "RAFT Table 1, DDN-v1 Tables 3-5: patterns on digits", (8, 80), IMAGES
+        "images:byol_ablations", "RAFT Table 1, DDN-v1 Tables 3-5: patterns on digits", (6, 60), IMAGES
     ),
     "overlay": Experiment(
-        "overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.5, 0.5), ("run", *OVERLAY_OPTIONS)
+        "overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.3, 0.3), ("run", *OVERLAY_OPTIONS)
     ),
 }
 
