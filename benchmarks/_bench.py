@@ -58,9 +58,9 @@ def race(contenders: Mapping[str, Callable[[], object]], repeats: int, warm_up: 
     """
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    gc.collect()
     for turn in range(warm_up + repeats):
         for name, run in contenders.items():
-            gc.collect()
             start = clock()
             run()
             if turn >= warm_up:
