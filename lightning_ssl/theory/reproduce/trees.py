@@ -205,6 +205,7 @@ def covop_growth(run: Run) -> Report:
                                 label=label,
                             )
                 axis.set(title=f"{name}, depth {depth}", yscale="log")
+                axis.set_visible(len(name) - 1 < depth)
         axes[0, 0].legend(fontsize=5)
 
     return Report("Figs 13-14: growth of the covariance operator's norm (DDN-v2)", claims, [table], draw)
