@@ -62,6 +62,7 @@ class Clock:
     def __init__(self, watched: list[L.Callback]) -> None:
         self.spent: dict[str, list[float]] = defaultdict(list)
         self.steps: list[float] = []
+        self.cpu: list[float] = []
         self.now: dict[str, float] = defaultdict(float)
         self.running: str | None = None  # the callback whose hook is at work
         for callback in watched:
@@ -85,10 +86,11 @@ class Clock:
 
     def on_train_batch_start(self, *args: Any) -> None:
         self.now.clear()
-        self.start = time.perf_counter()
+        self.start, self.cpu_start = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.steps.append(time.perf_counter() - self.start)
+        self.cpu.append(time.process_time() - self.cpu_start)
         for name, seconds in self.now.items():
             self.spent[name].append(seconds)
 
