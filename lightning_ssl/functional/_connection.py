@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -159,7 +160,9 @@ class Tape:
                 kept = self._filters(name, widen(x))
             if not y.requires_grad:
                 y = y.detach().requires_grad_().clone()  # a leaf could not be changed in place by what follows
-            y.register_hook(lambda g: self._collect(name, kept, g))
+            # The graph must not hold the tape that holds it: through autograd no collector sees the circle.
+            tape = weakref.proxy(self)
+            y.register_hook(lambda g: tape._collect(name, kept, g))
             self._edges.append((name, get_gradient_edge(y)))
             self.calls.append((name, fan(layer)[0] * y[0].numel()))
             return y
