@@ -27,7 +27,7 @@ OVERLAY_OPTIONS = ("lr", "sgd_momentum", "momentum", "weight_decay", "predictor_
 TREES, IMAGES = ("epochs", "loss"), ("epochs",)
 
 EXPERIMENTS = {
-    "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (10, 10), TREES),
+    "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (9, 9), TREES),
     "covop-growth": Experiment(
         "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (14, 90), TREES
     ),
