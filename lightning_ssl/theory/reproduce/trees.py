@@ -156,13 +156,14 @@ def covop_growth(run: Run) -> Report:
     work = {(depth, width): 2**depth * (width + 3) * _pool(depth, width) for depth, width in settings}
     run.start(sum(work.values()) * epochs)
     table = Table(
-        f"Median over {seeds} seeds of the operator's Frobenius norm: initial → after epoch 1 → after epoch {epochs} "
+        f"Median over {seeds} runs with an operator of its Frobenius norm: initial → epoch 1 → epoch {epochs} "
         "(ratio of last to first). Published: it grows in every setting. Cut off: runs whose operator is zero, first "
-        "and last; all runs: in how many ranges of rho the median grows even with these",
+        f"and last; all runs: in how many ranges of rho the median of the first {seeds} runs grows, cut off or not",
         ["depth", "N", "latent", *[f"U[{low},1]" for low in LOWERS], "cut off", "all runs"],
     )
     curves: dict[tuple[int, int, str], Tensor] = {}
     grown: dict[int, list[bool]] = {2: [], 5: [], 10: []}
+    grown_of_all: dict[int, list[bool]] = {2: [], 5: [], 10: []}
     for depth, width in settings:
         names = [n for n in ("s0", "s1", "s010", "s1100") if len(n) - 1 < depth]
 
@@ -179,13 +180,15 @@ def covop_growth(run: Run) -> Report:
             curves[depth, width, name] = norm
             grown[width] += (norm[-1] > norm[0]).tolist()
             zero = (every == 0).flatten(1).sum(1)
-            whole = every.quantile(0.5, dim=2)
+            whole = every[:, :, :seeds].quantile(0.5, dim=2)
+            grown_of_all[width] += (whole[-1] > whole[0]).tolist()
             cells = [f"{c[0]:.2g} → {c[1]:.2g} → {c[-1]:.2g} (x{c[-1] / c[0]:.2g})" for c in norm.T]
             lost = f"{zero[0]} → {zero[-1]} of {3 * pool}"
             table.rows.append((depth, width, name, *cells, lost, f"{int((whole[-1] > whole[0]).sum())} of 3"))
     claims = [
-        (f"N={w}: the median norm grows during training in every setting: {sum(g)} of {len(g)}", all(g))
-        for w, g in grown.items()
+        (f"N={w}: the median norm of {which} grows during training in every setting: {sum(g)} of {len(g)}", all(g))
+        for which, kind in ((f"the first {seeds} runs", grown_of_all), (f"{seeds} runs with an operator", grown))
+        for w, g in kind.items()
     ]
 
     def draw(figure: Any) -> None:
