@@ -133,7 +133,9 @@ def test_operator_growth_is_over_the_runs_that_have_an_operator(
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| 3 |", "| 4 |", "| 5 |"))]
     claims = [line for line in text.splitlines() if line.startswith("- ")]
     assert len(rows) == 27 and len(claims) == 6  # of all runs as they come, and of those with an operator
-    assert sum("first 30 runs" in claim for claim in claims) == sum("with an operator" in claim for claim in claims) == 3
+    assert (
+        sum("first 30 runs" in claim for claim in claims) == sum("with an operator" in claim for claim in claims) == 3
+    )
     assert all("(x" in cell and not cell.startswith("0 ") for row in rows for cell in row[3:6])
     assert any(not row[6].startswith("0 ") for row in rows if row[1] == "2")  # some were cut off
     assert (tmp_path / "covop-growth-epochs1-lossbatch_ratio-seed0" / "figure.png").exists()
