@@ -79,6 +79,9 @@ class EpochDataset(Dataset):
         return self.__getitems__([row])
 
 
+_END = object()
+
+
 class ShardLoader(DataLoader):
     """A DataLoader over an `EpochDataset` and a `ShardSampler` whose position can be saved and restored.
 
@@ -100,7 +103,20 @@ class ShardLoader(DataLoader):
             self.sampler.start = skip * (self.batch_size or 1)
         self.dataset.epoch = epoch
         self._position = {"epoch": epoch, "batch": skip}
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        while True:
+            try:
+                batch = next(batches, _END)
+            except (ConnectionError, EOFError, FileNotFoundError) as error:
+                if not self.num_workers or "in DataLoader worker process" in str(error):
+                    raise  # the dataset's own error
+                # Torn while a batch was handed over: torch names the worker only between batches.
+                raise RuntimeError(
+                    f"DataLoader worker exited unexpectedly while it handed over a batch ({type(error).__name__}); it "
+                    "was killed, perhaps for want of memory: lower num_workers, or set num_workers=0 to see its error"
+                ) from error
+            if batch is _END:
+                return
             self._position["batch"] += 1
             yield batch
 
