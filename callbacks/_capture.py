@@ -107,7 +107,7 @@ class Recorder:
     def _after(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._listening() and self._entered.get(path):
-                left = tuple(x.detach().clone() for x in islice(tensors(output), self._outputs))
+                left = tuple(x.detach().clone() for x in islice(tensors_in(output), self._outputs))
                 self._calls.setdefault(path, []).append(Call(self._entered[path].pop(), left))
 
         return _eager(hook)
@@ -118,25 +118,29 @@ def _eager(hook: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in nested tuples, lists, dicts, dataclasses or model outputs, in their order."""
+def _items(value: Any) -> Iterable[Any]:
+    """What a tuple, list, dict, dataclass or model output holds; nothing for anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (tuple, list)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in fields(value)]
+    return ()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors in nested containers, in their order."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
         return
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (tuple, list)):
-        items = value
-    elif is_dataclass(value):
-        items = [getattr(value, field.name) for field in fields(value)]
-    for item in items:
-        yield from tensors(item)
+    for item in _items(value):
+        yield from tensors_in(item)
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    return next(tensors(value), None)
+    return next(tensors_in(value), None)
 
 
 def pooled(x: Tensor) -> Tensor:
@@ -195,13 +199,6 @@ def _parts(rows: int, sizes: set[int], alone: bool) -> int:
 def _leading_sizes(batch: Any) -> set[int]:
     if isinstance(batch, Tensor):
         return {len(batch)} if batch.ndim else set()
-    items: Iterable[Any] = ()
-    if isinstance(batch, Mapping):
-        items = batch.values()
-    elif is_dataclass(batch):
-        items = [getattr(batch, field.name) for field in fields(batch)]
-    elif isinstance(batch, (tuple, list)):
-        if batch and all(isinstance(item, (str, bytes)) for item in batch):
-            return {len(batch)}  # file names
-        items = batch
-    return set().union(*(_leading_sizes(item) for item in items))
+    if isinstance(batch, (tuple, list)) and batch and all(isinstance(item, (str, bytes)) for item in batch):
+        return {len(batch)}  # file names
+    return set().union(*(_leading_sizes(item) for item in _items(batch)))

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.callbacks._capture import Call, as_rows, first_tensor, pooled, tensors
+from lightning_ssl.callbacks._capture import Call, as_rows, first_tensor, pooled, tensors_in
 from lightning_ssl.callbacks._places import find_module
 
 WATCHABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 KEPT = 4  # tensors of an encoder's output that a head may take
-# What steps do to an encoder's output before a head gets it.
-_GLUE: list[Callable[[Tensor], Tensor]] = [
-    lambda x: x,
-    lambda x: x.flatten(1),
-    pooled,
-    lambda x: x[:, 0],
-    lambda x: x[:, 1:].mean(dim=1),
+# What steps do to an encoder's output before a head gets it, and the numbers of dimensions to which that applies.
+_GLUE: list[tuple[Callable[[Tensor], Tensor], range]] = [
+    (lambda x: x, range(1, 6)),
+    (lambda x: x.flatten(1), range(3, 6)),
+    (pooled, range(3, 6)),
+    (lambda x: x[:, 0], range(3, 4)),  # the first token of [N, tokens, d]
+    (lambda x: x[:, 1:].mean(dim=1), range(3, 4)),  # the mean of the others
 ]
 
 
@@ -41,9 +41,8 @@ def find_glue(encoder: Sequence[Call], head: Sequence[Call]) -> int | None:
 
 def _apply(number: int, outputs: Sequence[Tensor]) -> Tensor | None:
     which, how = divmod(number, len(_GLUE))
-    x = outputs[which]
-    # Tokens are [N, tokens, d]; with fewer dimensions there is nothing to flatten or to pool either.
-    return None if (how and x.ndim < 3) or (how > 2 and x.ndim != 3) else _GLUE[how](x)
+    glue, dims = _GLUE[how]
+    return glue(outputs[which]) if outputs[which].ndim in dims else None
 
 
 def _same(pieces: Sequence[Tensor | None], entered: Sequence[Tensor]) -> bool:
@@ -92,7 +91,7 @@ class Network(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         context: AbstractContextManager[Any] = self.__context()
         with context, self._inner_output() as inner:
-            outputs = list(islice(tensors(self.__encoder[0](images)), KEPT))
+            outputs = list(islice(tensors_in(self.__encoder[0](images)), KEPT))
             if not outputs:
                 raise ValueError("the encoder returned no features")
             if self.__inside:
@@ -106,9 +105,8 @@ class Network(nn.Module):
         return as_rows(features).to(torch.promote_types(features.dtype, torch.float32))
 
     def _glued(self, outputs: list[Tensor], head: nn.Module) -> Tensor:
-        if self.__glue >= 0:
-            glued = _apply(self.__glue, outputs)
-            assert glued is not None
+        glued = _apply(self.__glue, outputs) if self.__glue >= 0 else None
+        if glued is not None:
             return glued
         first = next((part for part in head.modules() if isinstance(part, WATCHABLE)), None)
         x = outputs[0]

@@ -121,12 +121,12 @@ def fit_linear_probe(
         ridge[-1] = 0
         weight = x.new_zeros(num_classes, dim + 1)
         for goal in sorted({max(_ROUGH, tolerance), tolerance}, reverse=True):
-            weight = _minimise(x, labels, weight, ridge, _metric(x, weight, ridge), goal, max_iter)
+            weight = _minimise(x, labels, weight, ridge, _preconditioner(x, weight, ridge), goal, max_iter)
     weight, bias = weight[:, :dim] * scale, weight[:, dim]
     return LinearProbeResult(weight, bias - weight @ mean)
 
 
-def _metric(x: Tensor, weight: Tensor, ridge: Tensor) -> Tensor:
+def _preconditioner(x: Tensor, weight: Tensor, ridge: Tensor) -> Tensor:
     """M with M M^T about the inverse of the Hessian's block of each class, ``[C or 1, d + 1, d + 1]``.
 
     The block of class k is the mean of p_k (1 - p_k) x x^T and the penalty. At W = 0, or where blocks would take too
@@ -142,7 +142,7 @@ def _metric(x: Tensor, weight: Tensor, ridge: Tensor) -> Tensor:
         curvature, index = (p - p.square()).T.topk(min(2 * width, len(rows)), dim=1)
         rest = (p - p.square()).mean(dim=0) - curvature.sum(dim=1) / len(rows)
         picked = ((rows[i] * c[:, None]).T @ rows[i] / len(rows) for c, i in zip(curvature, index, strict=True))
-        # A floor, so that rows that are all certain leave a metric.
+        # A floor, so that rows that are all certain leave it regular.
         blocks = torch.stack(list(picked)) + rest.clamp_min(1e-3 / classes)[:, None, None] * gram
     else:
         p = (some @ weight.T).softmax(dim=1)
@@ -154,7 +154,7 @@ def _metric(x: Tensor, weight: Tensor, ridge: Tensor) -> Tensor:
 
 
 def _minimise(
-    x: Tensor, labels: Tensor, start: Tensor, ridge: Tensor, metric: Tensor, tolerance: float, max_iter: int
+    x: Tensor, labels: Tensor, start: Tensor, ridge: Tensor, preconditioner: Tensor, tolerance: float, max_iter: int
 ) -> Tensor:
     """L-BFGS for rows W_k = start_k + M_k theta_k, until no entry of theta's gradient is larger than `tolerance`."""
     theta = torch.zeros_like(start)
@@ -172,14 +172,14 @@ def _minimise(
         return v @ matrices[0] if len(matrices) == 1 else torch.bmm(v[:, None], matrices)[:, 0]
 
     def objective() -> Tensor:
-        weight = start + times(theta, metric.mT)
+        weight = start + times(theta, preconditioner.mT)
         loss, grad = _cross_entropy(x, labels, weight)
         decayed = ridge * weight
-        theta.grad = times(grad + decayed, metric)
+        theta.grad = times(grad + decayed, preconditioner)
         return loss + 0.5 * (decayed * weight).sum()
 
     optimizer.step(objective)
-    return start + times(theta, metric.mT)
+    return start + times(theta, preconditioner.mT)
 
 
 def _cross_entropy(x: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
