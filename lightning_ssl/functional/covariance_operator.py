@@ -22,6 +22,7 @@ from lightning_ssl.functional._sketch import PILOT, Basis, LayerSketch, make_bas
 from lightning_ssl.functional.losses import squared_distance
 
 _EXACT_BUDGET = 2**27  # numbers of exact rows held at a time
+_AT_ONCE = 64  # samples followed at a time: more take more memory, whose paging also costs a processor time
 
 
 class CovarianceOperator(NamedTuple):
@@ -130,14 +131,14 @@ def covariance_operator_norms(
         if exact:
             return _exact(model, watched, views, weight, unbiased)
         basis = make_basis(pilot, watched, directions, principal, seed).to(device)
-        tapes = sketching_tapes(model, watched, views, basis)
-        forms = None
+        forms, at_once = None, _AT_ONCE
         if weight is not None:
-            outputs = torch.stack([tape.output.detach() for tape in tapes]).double().mean(0)
+            with torch.no_grad():
+                outputs = torch.stack([model(view) for view in views]).double().mean(0)
             lap = laplacian(len(outputs), _weights(weight, outputs), unbiased, outputs)
-            forms = quadratic_forms(lap, len(views), unbiased)
+            forms, at_once = quadratic_forms(lap, len(views), unbiased), len(outputs)  # forms of all pairs of samples
         found: dict[str, Sums | Operators] = {}
-        for name, direction, rows in sketched_rows(tapes, basis):
+        for name, direction, rows in sketched_rows(model, watched, views, basis, at_once):
             if name not in found:
                 shape = (*basis.strata(name), rows.shape[-1], rows.device)
                 found[name] = Sums.zeros(*shape) if forms is None else Operators.zeros(*shape)
@@ -192,17 +193,23 @@ def sketching_tapes(
     ]
 
 
-def sketched_rows(tapes: Sequence[Tape], basis: Basis) -> Iterator[tuple[str, int, Tensor]]:
-    """Layer, number of the direction, rows ``[2, V, N, s]``: the first directions to all layers, the others to the
-    head's."""
-    for a in [*range(basis.followed, basis.directions.shape[1]), *range(basis.followed)]:
-        wanted = list(basis.sketches) if a < basis.followed else basis.head
-        if not wanted:
-            continue
-        last = a == basis.followed - 1
-        products = [tape.play(basis.directions[:, a], wanted, last) for tape in tapes]
-        for name in wanted:
-            yield name, a, torch.stack([basis.sketches[name].mix(part[name]) for part in products], 1)
+def sketched_rows(
+    model: nn.Module, layers: Mapping[str, nn.Module], views: Sequence[Tensor], basis: Basis, at_once: int = _AT_ONCE
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Layer, number of the direction, rows ``[2, V, N, s]`` of the next `at_once` samples.
+
+    The first directions are followed to all layers, the others to the head's.
+    """
+    for some in zip(*(view.split(at_once) for view in views), strict=True):
+        tapes = sketching_tapes(model, layers, some, basis)
+        for a in [*range(basis.followed, basis.directions.shape[1]), *range(basis.followed)]:
+            wanted = list(basis.sketches) if a < basis.followed else basis.head
+            if not wanted:
+                continue
+            last = a == basis.followed - 1
+            products = [tape.play(basis.directions[:, a], wanted, last) for tape in tapes]
+            for name in wanted:
+                yield name, a, torch.stack([basis.sketches[name].mix(part[name]) for part in products], 1)
 
 
 def _exact(

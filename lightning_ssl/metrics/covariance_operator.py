@@ -17,7 +17,6 @@ from lightning_ssl.functional.covariance_operator import (
     check_reached,
     norms_of,
     sketched_rows,
-    sketching_tapes,
 )
 from lightning_ssl.metrics._base import ReducedMetric
 
@@ -85,11 +84,10 @@ class CovarianceOperator(ReducedMetric):
         views = check_views(views, min_samples=1)
         if len(views) != self.num_views:
             raise ValueError(f"`views` must be {self.num_views}, as in the first update, got {len(views)}")
-        watched = watched_layers(model, self.layers)
         sums = self._layers_sums(torch.zeros(self._length(), dtype=torch.float64, device=views[0].device))
+        watched = {name: layer for name, layer in watched_layers(model, self.layers).items() if name in sums}
         with as_found(model, views[0].device, self.seed):
-            tapes = sketching_tapes(model, {name: watched[name] for name in sums}, views, self.basis)
-            for name, direction, rows in sketched_rows(tapes, self.basis):
+            for name, direction, rows in sketched_rows(model, watched, views, self.basis):
                 sums[name].add(direction, rows)
         self.sums = self.sums + torch.cat([part.flatten() for layer in sums.values() for part in layer]).to(self.sums)
 

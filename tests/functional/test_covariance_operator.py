@@ -265,6 +265,14 @@ def snapshot(model):
     )
 
 
+def test_many_samples_come_in_parts_that_add_up():
+    model, views = build("batchnorm", n=150)
+    parts = covariance_operator_norms(model, views, directions=3)
+    whole = covariance_operator_norms(model, views, directions=3, weight=torch.ones(150, 150))  # takes all at once
+    for name, norms in parts.items():
+        torch.testing.assert_close(torch.stack(norms), torch.stack(whole[name]), rtol=1e-9, atol=1e-12)
+
+
 def test_leaves_everything_as_found():
     model, views = build("batchnorm")
     model.train()
