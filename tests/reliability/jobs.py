@@ -6,16 +6,20 @@ The processes are forked from a server that has imported everything, so that a r
 from __future__ import annotations
 
 import csv
+import functools
 import multiprocessing
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from tests.test_cli import SHORT
 
 WATCH = "{{class_path: lightning_ssl.callbacks.{0}, init_args: {{{1}}}}}"
 CALLBACKS = [
@@ -68,15 +72,9 @@ def job(method: str, folder: Path, *flags: str, callbacks: list[str] = CALLBACKS
         f"--model={method}",
         *BACKBONE,
         *SIZES.get(method, []),
-        "--data.batch_size=32",
+        *SHORT,
         "--trainer.max_epochs=2",
         "--trainer.limit_train_batches=7",
-        "--trainer.limit_val_batches=2",
-        "--trainer.check_val_every_n_epoch=1",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.enable_model_summary=false",
-        "--trainer.accelerator=cpu",
         "--name=run",
         *flags,
     ]
@@ -90,6 +88,18 @@ def run(folder: Path, args: list[str], kill: tuple[str, int] | None = None, time
         process.kill()
         raise AssertionError(f"{args} did not end in {timeout} s:\n{output(folder)[-3000:]}")
     return int(process.exitcode)
+
+
+def references(folders: Any, command: Callable[[str, Path], list[str]]) -> Callable[[str], Path]:
+    """The folder of the run to compare with, of each method, made when it is first asked for."""
+
+    @functools.cache
+    def reference(method: str) -> Path:
+        folder = folders.mktemp(method)
+        assert run(folder, command(method, folder)) == 0, output(folder)[-3000:]
+        return folder / "runs" / "run"
+
+    return reference
 
 
 def start(

@@ -70,16 +70,7 @@ def assert_same(folder, reference):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    runs = {}
-
-    def get(method):
-        if method not in runs:
-            folder = tmp_path_factory.mktemp(method)
-            assert jobs.run(folder, command(method, folder, 1)) == 0, jobs.output(folder)[-3000:]
-            runs[method] = folder / "runs" / "run"
-        return runs[method]
-
-    return get
+    return jobs.references(tmp_path_factory, lambda method, folder: command(method, folder, 1))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

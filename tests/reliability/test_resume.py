@@ -36,19 +36,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The reference run of each method, made when it is asked for."""
-    runs = {}
-
-    def get(method):
-        if method not in runs:
-            folder = tmp_path_factory.mktemp(method)
-            assert jobs.run(folder, jobs.job(method, folder, *OPTIONS.get(method, []))) == 0, jobs.output(folder)[
-                -3000:
-            ]
-            runs[method] = folder / "runs" / "run"
-        return runs[method]
-
-    return get
+    return jobs.references(tmp_path_factory, lambda method, folder: jobs.job(method, folder, *OPTIONS.get(method, [])))
 
 
 def assert_identical(run, reference):
