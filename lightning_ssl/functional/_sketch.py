@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_ssl.functional._connection import Tape, fan, layer_input, layer_output
 
-PRINCIPAL = 24  # principal filters and vectors of a layer
+PRINCIPAL = 48, 128  # principal filters and vectors of a layer, at least and at most
+RANDOM = 2, 8  # random ones of each replica, likewise
 REPLICAS = 4  # of each sketch: independent ones, whose scatter tells the error
-RANDOM = 2  # random filters and vectors of each replica
 WIDTH = 320  # numbers a sketched row has, over all replicas
 PILOT = 16  # samples that the pilot looks at
 HEAD_COST = 0.5  # forward passes that following all directions through the last layers may cost
@@ -30,6 +30,15 @@ HEAD_COST = 0.5  # forward passes that following all directions through the last
 def generator(seed: int, name: str = "") -> torch.Generator:
     """Randomness that depends on the seed and the layer's name only: the same on every call, rank and device."""
     return torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+
+
+def bank_sizes(layer: nn.Module) -> tuple[int, int]:
+    """How many principal and random filters a layer gets; as many vectors.
+
+    A filter costs one unit's share of the layer's own work, so wide layers, which have more to cover, can have more.
+    """
+    units = fan(layer)[1]
+    return min(max(PRINCIPAL[0], units // 2), PRINCIPAL[1]), min(max(RANDOM[0], units // 64), RANDOM[1])
 
 
 class LayerSketch(NamedTuple):
@@ -121,16 +130,18 @@ def run_pilot(model: nn.Module, layers: Mapping[str, nn.Module], views: Sequence
     """
 
     def probe_input(name: str, x: Tensor) -> Tensor:
-        probes = torch.randn(PRINCIPAL, fan(layers[name])[0], generator=generator(seed, name + ".in"))
+        shape = bank_sizes(layers[name])[0], fan(layers[name])[0]
+        probes = torch.randn(shape, generator=generator(seed, name + ".in"))
         probes = probes.to(x).requires_grad_()
         with torch.enable_grad():
             y = layer_input(layers[name], x, probes)
         return torch.autograd.grad(y, probes, y.detach())[0].double().cpu()
 
     def probe_both(name: str, found: Tensor, g: Tensor) -> Tensor:
-        g = layer_output(layers[name], g)
-        probes = torch.randn(PRINCIPAL, fan(layers[name])[1], generator=generator(seed, name + ".out")).to(g)
-        return torch.cat([found, torch.einsum("ngut,ngrt->ru", g, probes @ g).double().cpu()], 1)
+        g = layer_output(layers[name], g).movedim(2, 0).flatten(1)  # units x all else
+        shape = bank_sizes(layers[name])[0], fan(layers[name])[1]
+        probes = torch.randn(shape, generator=generator(seed, name + ".out")).to(g)
+        return torch.cat([found, (probes @ g @ g.T).double().cpu()], 1)
 
     tape = Tape(model, layers, torch.cat(list(views)), probe_input, probe_both)
     outputs = tape.output.detach().double().cpu()
@@ -178,27 +189,28 @@ def _sketches(pilot: Pilot, layers: Mapping[str, nn.Module], seed: int) -> dict[
     sketches = {}
     for name, (inputs, gradients) in pilot.layers.items():
         dice = generator(seed, name)
-        filters, vectors = _bank(inputs, dice), _bank(gradients, dice)
+        random = bank_sizes(layers[name])[1]
+        filters, vectors = _bank(inputs, random, dice), _bank(gradients, random, dice)
         groups = getattr(layers[name], "groups", 1)
         size = groups * len(filters) * len(vectors)
         if _whole(filters) and _whole(vectors) and size <= WIDTH:
             sketches[name] = LayerSketch(size, filters, vectors, None)
         else:
-            mixes = [_mix(groups, filters, vectors, which, dice) for which in (0, 1)]
+            mixes = [_mix(groups, filters, vectors, random, which, dice) for which in (0, 1)]
             sketches[name] = LayerSketch(WIDTH, filters, vectors, mixes)
     return sketches
 
 
-def _bank(found: Tensor, dice: torch.Generator) -> Tensor:
+def _bank(found: Tensor, random: int, dice: torch.Generator) -> Tensor:
     """Principal rows, then for each replica of each sketch random rows of the complement, so that E[S^T S] = 1."""
-    size = found.shape[1]
-    if size <= PRINCIPAL + 2 * REPLICAS * RANDOM:  # no more than the bank would have
+    principal, size = found.shape
+    if size <= principal + 2 * REPLICAS * random:  # no more than the bank would have
         return torch.eye(size, dtype=found.dtype)
-    principal = torch.linalg.qr(found.T)[0]  # [size, PRINCIPAL]
-    banks = [principal.T]
+    axes = torch.linalg.qr(found.T)[0]  # [size, principal]
+    banks = [axes.T]
     for _ in range(2 * REPLICAS):
-        random = _complement(torch.randn(size, RANDOM, generator=dice, dtype=found.dtype), principal)
-        banks.append(random.T * ((size - PRINCIPAL) / RANDOM) ** 0.5)
+        rest = _complement(torch.randn(size, random, generator=dice, dtype=found.dtype), axes)
+        banks.append(rest.T * ((size - principal) / random) ** 0.5)
     return torch.cat(banks)
 
 
@@ -206,19 +218,22 @@ def _whole(bank: Tensor) -> bool:
     return len(bank) == bank.shape[1]
 
 
-def _members(bank: Tensor, replica: int) -> Tensor:
+def _members(bank: Tensor, random: int, replica: int) -> Tensor:
     """Which rows of a bank belong to a replica."""
     if _whole(bank):
         return torch.arange(len(bank))
-    return torch.cat([torch.arange(PRINCIPAL), torch.arange(RANDOM) + PRINCIPAL + replica * RANDOM])
+    principal = len(bank) - 2 * REPLICAS * random
+    return torch.cat([torch.arange(principal), torch.arange(random) + principal + replica * random])
 
 
-def _mix(groups: int, filters: Tensor, vectors: Tensor, sketch: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
+def _mix(
+    groups: int, filters: Tensor, vectors: Tensor, random: int, sketch: int, dice: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Throw each replica's products into its share of the bins, equally full, with random signs."""
     group = torch.arange(groups)[:, None, None] * (len(filters) * len(vectors))
     parts = []
     for replica in range(sketch * REPLICAS, (sketch + 1) * REPLICAS):
-        rows, columns = _members(filters, replica), _members(vectors, replica)
+        rows, columns = _members(filters, random, replica), _members(vectors, random, replica)
         index = (group + rows[:, None] * len(vectors) + columns).flatten()
         index = index[torch.randperm(len(index), generator=dice)]
         sign = (torch.randint(0, 2, (len(index),), generator=dice) * 2.0 - 1) / REPLICAS**0.5
