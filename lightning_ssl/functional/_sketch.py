@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_ssl.functional._connection import Tape, fan, layer_input, layer_output
 
 PRINCIPAL = 48, 128  # principal filters and vectors of a layer, at least and at most
-RANDOM = 2, 8  # random ones of each replica, likewise
+LEAST = 24  # if each sample has one position
 REPLICAS = 4  # of each sketch: independent ones, whose scatter tells the error
 WIDTH = 320  # numbers a sketched row has, over all replicas
 PILOT = 16  # samples that the pilot looks at
@@ -32,13 +32,18 @@ def generator(seed: int, name: str = "") -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
 
 
-def bank_sizes(layer: nn.Module) -> tuple[int, int]:
-    """How many principal and random filters a layer gets; as many vectors.
+def principal_rows(layer: nn.Module, x: Tensor) -> int:
+    """How many principal filters a layer with input x gets, and as many vectors.
 
     A filter costs one unit's share of the layer's own work, so wide layers, which have more to cover, can have more.
+    With one position it is not the filters that cost but their products with the vectors, of each sample.
     """
-    units = fan(layer)[1]
-    return min(max(PRINCIPAL[0], units // 2), PRINCIPAL[1]), min(max(RANDOM[0], units // 64), RANDOM[1])
+    return LEAST if x.dim() == 2 else min(max(PRINCIPAL[0], fan(layer)[1] // 2), PRINCIPAL[1])
+
+
+def random_rows(principal: int) -> int:
+    """How many random filters and vectors each replica gets beside the principal ones."""
+    return max(2, principal // 16)
 
 
 class LayerSketch(NamedTuple):
@@ -130,17 +135,15 @@ def run_pilot(model: nn.Module, layers: Mapping[str, nn.Module], views: Sequence
     """
 
     def probe_input(name: str, x: Tensor) -> Tensor:
-        shape = bank_sizes(layers[name])[0], fan(layers[name])[0]
-        probes = torch.randn(shape, generator=generator(seed, name + ".in"))
-        probes = probes.to(x).requires_grad_()
+        shape = principal_rows(layers[name], x), fan(layers[name])[0]
+        probes = torch.randn(shape, generator=generator(seed, name + ".in")).to(x).requires_grad_()
         with torch.enable_grad():
             y = layer_input(layers[name], x, probes)
         return torch.autograd.grad(y, probes, y.detach())[0].double().cpu()
 
     def probe_both(name: str, found: Tensor, g: Tensor) -> Tensor:
         g = layer_output(layers[name], g).movedim(2, 0).flatten(1)  # units x all else
-        shape = bank_sizes(layers[name])[0], fan(layers[name])[1]
-        probes = torch.randn(shape, generator=generator(seed, name + ".out")).to(g)
+        probes = torch.randn(len(found), len(g), generator=generator(seed, name + ".out")).to(g)
         return torch.cat([found, (probes @ g @ g.T).double().cpu()], 1)
 
     tape = Tape(model, layers, torch.cat(list(views)), probe_input, probe_both)
@@ -189,21 +192,21 @@ def _sketches(pilot: Pilot, layers: Mapping[str, nn.Module], seed: int) -> dict[
     sketches = {}
     for name, (inputs, gradients) in pilot.layers.items():
         dice = generator(seed, name)
-        random = bank_sizes(layers[name])[1]
-        filters, vectors = _bank(inputs, random, dice), _bank(gradients, random, dice)
+        filters, vectors = _bank(inputs, dice), _bank(gradients, dice)
         groups = getattr(layers[name], "groups", 1)
         size = groups * len(filters) * len(vectors)
         if _whole(filters) and _whole(vectors) and size <= WIDTH:
             sketches[name] = LayerSketch(size, filters, vectors, None)
         else:
-            mixes = [_mix(groups, filters, vectors, random, which, dice) for which in (0, 1)]
+            mixes = [_mix(groups, filters, vectors, len(inputs), which, dice) for which in (0, 1)]
             sketches[name] = LayerSketch(WIDTH, filters, vectors, mixes)
     return sketches
 
 
-def _bank(found: Tensor, random: int, dice: torch.Generator) -> Tensor:
+def _bank(found: Tensor, dice: torch.Generator) -> Tensor:
     """Principal rows, then for each replica of each sketch random rows of the complement, so that E[S^T S] = 1."""
     principal, size = found.shape
+    random = random_rows(principal)
     if size <= principal + 2 * REPLICAS * random:  # no more than the bank would have
         return torch.eye(size, dtype=found.dtype)
     axes = torch.linalg.qr(found.T)[0]  # [size, principal]
@@ -218,22 +221,22 @@ def _whole(bank: Tensor) -> bool:
     return len(bank) == bank.shape[1]
 
 
-def _members(bank: Tensor, random: int, replica: int) -> Tensor:
+def _members(bank: Tensor, principal: int, replica: int) -> Tensor:
     """Which rows of a bank belong to a replica."""
     if _whole(bank):
         return torch.arange(len(bank))
-    principal = len(bank) - 2 * REPLICAS * random
+    random = random_rows(principal)
     return torch.cat([torch.arange(principal), torch.arange(random) + principal + replica * random])
 
 
 def _mix(
-    groups: int, filters: Tensor, vectors: Tensor, random: int, sketch: int, dice: torch.Generator
+    groups: int, filters: Tensor, vectors: Tensor, principal: int, sketch: int, dice: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Throw each replica's products into its share of the bins, equally full, with random signs."""
     group = torch.arange(groups)[:, None, None] * (len(filters) * len(vectors))
     parts = []
     for replica in range(sketch * REPLICAS, (sketch + 1) * REPLICAS):
-        rows, columns = _members(filters, random, replica), _members(vectors, random, replica)
+        rows, columns = _members(filters, principal, replica), _members(vectors, principal, replica)
         index = (group + rows[:, None] * len(vectors) + columns).flatten()
         index = index[torch.randperm(len(index), generator=dice)]
         sign = (torch.randint(0, 2, (len(index),), generator=dice) * 2.0 - 1) / REPLICAS**0.5
