@@ -82,7 +82,7 @@ CASES: list[tuple[str, str, int, float, Callable[[int], Callable[[], object]]]] 
     ("KNNProbe", "train rows", 2500, 1, lambda n: neighbours(1000, n, 128)),
     ("KNNProbe", "d", 64, 1, lambda d: neighbours(1000, 5000, d)),
     ("LinearProbe", "train rows", 2500, 1, lambda n: probe(n, 128, 10)),
-    ("LinearProbe", "d", 32, 2, lambda d: probe(5000, d, 10)),
+    ("LinearProbe", "d", 64, 3, lambda d: probe(5000, d, 10)),
     ("LinearProbe", "classes", 10, 1, lambda c: probe(5000, 128, c)),
 ]
 # with rows gathered, all of them count on each rank; with sums, a rank's own: metric, law, rows a rank
