@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import importlib.metadata
 import os
@@ -102,6 +103,7 @@ def _time(seconds: list[float]) -> str:
 def peak_memory(run: Callable[[], object]) -> float:
     """GB by which the process's resident memory rises at its highest point during `run` (Linux)."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier work has freed must not count as there already
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _status("VmRSS")
     run()
