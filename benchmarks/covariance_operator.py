@@ -28,8 +28,8 @@ VIEWS = 2
 SETTINGS = {"16 directions": {}, "8 directions": {"directions": 8}, "7 directions": {"directions": 7, "principal": 5}}
 SHORTFALL = """\
 Short of three training steps at 5%: each direction is a backward pass through all activations, about a third of a step,
-and the error leaves no direction to spare. What comes on top, about a step in all, is the forward pass with its filters,
-the pilot, and the other outputs followed through the head."""
+and the error leaves no direction to spare. What comes on top, about a step in all, is the forward pass with its
+filters, the pilot, and the other outputs followed through the head."""
 Peer = Callable[[nn.Sequential, list[Tensor]], dict[str, float]]
 
 
