@@ -71,7 +71,7 @@ class LinearProbeResult(NamedTuple):
 
 @torch.no_grad()
 def fit_linear_probe(
-    features: Tensor, labels: Tensor, num_classes: int, l2: float = 1e-4, max_iter: int = 500, tolerance: float = 2e-4
+    features: Tensor, labels: Tensor, num_classes: int, l2: float = 1e-4, max_iter: int = 500, tolerance: float = 1e-4
 ) -> LinearProbeResult:
     r"""Fit multinomial logistic regression to convergence by L-BFGS.
 
@@ -121,7 +121,7 @@ def fit_linear_probe(
         ridge[-1] = 0
         weight = x.new_zeros(num_classes, dim + 1)
         if tolerance < _ROUGH:  # a quarter of the rows, where they are many, is enough to come near
-            some = slice(None, None, 4 if n >= 32 * dim else 1)
+            some = slice(None, None, 4 if n >= 64 * dim else 1)
             start = _preconditioner(x, weight, ridge)
             weight = _minimise(x[some].contiguous(), labels[some], weight, ridge, start, _ROUGH, max_iter)
         weight = _minimise(x, labels, weight, ridge, _preconditioner(x, weight, ridge), tolerance, max_iter)

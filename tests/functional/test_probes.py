@@ -39,7 +39,7 @@ def test_knn_clamps_k_to_the_bank():
     assert (knn_predict(bank, bank, labels, 5, k=200) == knn_predict(bank, bank, labels, 5, k=10)).all()
 
 
-@pytest.mark.parametrize(("n", "spread"), [(300, 0.3), (300, 1.0), (1000, 1.0)])  # the last begins with some rows
+@pytest.mark.parametrize(("n", "spread"), [(300, 0.3), (300, 1.0), (1000, 1.0)])  # a quarter of the last comes first
 def test_linear_probe_is_scikit_learns(n, spread):
     x, labels = clusters(n=n, spread=spread)
     x = x @ torch.randn(12, 12, dtype=torch.float64) * torch.logspace(-3, 3, 12, dtype=torch.float64) + 5
