@@ -24,7 +24,7 @@ import lightning.pytorch as L
 from lightning.pytorch.cli import LightningCLI
 LightningCLI(L.LightningModule, L.LightningDataModule, subclass_mode_model=True, subclass_mode_data=True)
 """
-OURS = "from lightning_ssl.cli import main; main()"
+OURS = "from lightning_ssl.runs.cli import main; main()"
 
 
 def start(code: str, *arguments: str) -> tuple[float, str]:

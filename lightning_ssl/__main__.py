@@ -1,4 +1,4 @@
-from lightning_ssl.cli import main
+from lightning_ssl.runs.cli import main
 
 if __name__ == "__main__":
     main()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ssl.cli import main, resolve_configs, shipped
-from lightning_ssl.run import ResumableCSVLogger, explain
+from lightning_ssl.runs.cli import main, resolve_configs, shipped
+from lightning_ssl.runs.run import ResumableCSVLogger, explain
 
 # The default job, cut down to seconds; what is cut is size only.
 SHORT = [

@@ -15,8 +15,8 @@ import yaml
 from torchvision import datasets
 
 import lightning_ssl.methods as methods
-from lightning_ssl.cli import configs_beneath, resolve_configs, shipped
-from lightning_ssl.run import RunCLI, SaveRunConfig
+from lightning_ssl.runs.cli import configs_beneath, resolve_configs, shipped
+from lightning_ssl.runs.run import RunCLI, SaveRunConfig
 from tests.data.files import write_cifar, write_folder, write_stl10
 
 ROOT = shipped("")

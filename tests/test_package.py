@@ -45,7 +45,7 @@ def test_wheel_imports_outside_the_checkout(wheel, tmp_path):
         "for module in pkgutil.walk_packages(lightning_ssl.__path__, 'lightning_ssl.'):\n"
         "    if not module.name.endswith('__main__'):\n"
         f"        assert importlib.import_module(module.name).__file__.startswith({str(target)!r}), module.name\n"
-        "for part in 'functional metrics nn methods data theory callbacks configs cli'.split():\n"
+        "for part in 'functional metrics nn methods data theory callbacks configs runs distributed'.split():\n"
         "    assert 'lightning_ssl.' + part in sys.modules, part\n"
         "for foreign in ('callbacks', 'configs', 'tests'):\n"
         "    try:\n"
@@ -69,12 +69,12 @@ def imported_names(path):
 @pytest.mark.parametrize(
     ("folder", "forbidden"),
     [
-        ("lightning_ssl/functional", ["metrics", "callbacks", "nn", "methods", "data", "theory", "cli"]),
-        ("lightning_ssl/metrics", ["callbacks", "nn", "methods", "data", "theory", "cli"]),
-        ("callbacks", ["methods", "data", "theory", "cli"]),
-        ("lightning_ssl/nn", ["metrics", "callbacks", "methods", "data", "theory", "cli"]),
-        ("lightning_ssl/methods", ["metrics", "callbacks", "data", "theory", "cli"]),
-        ("lightning_ssl/data", ["functional", "metrics", "callbacks", "nn", "methods", "theory", "cli"]),
+        ("lightning_ssl/functional", ["metrics", "callbacks", "nn", "methods", "data", "theory", "runs"]),
+        ("lightning_ssl/metrics", ["callbacks", "nn", "methods", "data", "theory", "runs"]),
+        ("callbacks", ["methods", "data", "theory", "runs"]),
+        ("lightning_ssl/nn", ["metrics", "callbacks", "methods", "data", "theory", "runs"]),
+        ("lightning_ssl/methods", ["metrics", "callbacks", "data", "theory", "runs"]),
+        ("lightning_ssl/data", ["functional", "metrics", "callbacks", "nn", "methods", "theory", "runs"]),
     ],
 )
 def test_imports_point_one_way(folder, forbidden):

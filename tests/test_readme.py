@@ -11,7 +11,7 @@ import lightning.pytorch as L
 import pytest
 from torchvision import datasets
 
-from lightning_ssl.cli import main
+from lightning_ssl.runs.cli import main
 from tests.data.files import write_cifar, write_stl10
 
 ROOT = Path(__file__).parents[1]

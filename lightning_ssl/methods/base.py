@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_ssl.nn.distributed import all_reduce_sum, rank_weight, world_size
+from lightning_ssl.distributed import all_reduce_sum, rank_weight, world_size
 from lightning_ssl.nn.finite import first_non_finite
 from lightning_ssl.nn.optim import warmup_cosine
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssl.functional import direct_predictor, optimal_predictor
-from lightning_ssl.nn.distributed import all_reduce_sum, broadcast
+from lightning_ssl.distributed import all_reduce_sum, broadcast
 
 PredictorInit = Literal["default", "identity", "uniform", "positive"]
 

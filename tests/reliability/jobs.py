@@ -33,7 +33,7 @@ CALLBACKS = [
     WATCH.format("CollapseMonitor", "every_n_steps: 2"),
     WATCH.format("RepresentationCircle", "every_n_steps: 6"),
     WATCH.format("RunReport", "html: false"),
-    "{class_path: lightning_ssl.checkpoint.RunCheckpoint, init_args: {save_last: true, every_n_train_steps: 2}}",
+    "{class_path: lightning_ssl.runs.checkpoint.RunCheckpoint, init_args: {save_last: true, every_n_train_steps: 2}}",
 ]
 REPORT = WATCH.format("RunReport", "")
 BACKBONE = ["--model.backbone=lightning_ssl.nn.SmallConv", "--model.backbone.width=4", "--model.backbone.depth=2"]
@@ -107,7 +107,7 @@ def start(
 ) -> Any:
     """The process of a run."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_ssl.run", "sklearn.datasets", "matplotlib.figure", "scipy.optimize"])
+    context.set_forkserver_preload(["lightning_ssl.runs.run", "sklearn.datasets", "matplotlib.figure", "scipy.optimize"])
     process = context.Process(target=_main, args=(str(folder), args, kill, environment or {}))
     process.start()
     return process
@@ -128,7 +128,7 @@ def _main(folder: str, args: list[str], kill: tuple[str, int] | None, environmen
     torch.set_num_threads(1)
     if kill is not None:
         _kill_at(*kill)
-    from lightning_ssl.cli import main
+    from lightning_ssl.runs.cli import main
 
     try:
         main(args)
@@ -144,9 +144,9 @@ PLACES = {
     "validation": ("lightning_ssl.methods.base", "Method", "_log_held_out"),
     "probe": ("lightning_ssl.callbacks._probe", "Probe", "_embed"),
     "watch": ("lightning_ssl.callbacks._watcher", "Watcher", "_observe"),
-    "checkpoint": ("lightning_ssl.checkpoint", "os", "fsync"),
-    "rename": ("lightning_ssl.checkpoint", "os", "replace"),
-    "log": ("lightning_ssl.loggers", "_Writer", "save"),
+    "checkpoint": ("lightning_ssl.runs.checkpoint", "os", "fsync"),
+    "rename": ("lightning_ssl.runs.checkpoint", "os", "replace"),
+    "log": ("lightning_ssl.runs.loggers", "_Writer", "save"),
 }
 
 

@@ -4,7 +4,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_ssl.checkpoint import CheckpointError, CheckpointFiles, RunCheckpoint
+from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, RunCheckpoint
 from lightning_ssl.methods import BYOL, SimSiam
 from tests.methods.helpers import loader, small
 

@@ -26,7 +26,7 @@ SCRIPT = [sys.executable, "-m", "lightning_ssl"]
 # Every callback, at six moments of the run; pictures are the first rank's own.
 WATCHING = [re.sub(r"every_n_steps: \d+", "every_n_steps: 10", entry) for entry in jobs.CALLBACKS[:-1]]
 WATCHING = [entry.replace("picture_every: 2", "picture_every: 0") for entry in WATCHING] + [
-    "{class_path: lightning_ssl.checkpoint.RunCheckpoint, init_args: {save_last: true}}"
+    "{class_path: lightning_ssl.runs.checkpoint.RunCheckpoint, init_args: {save_last: true}}"
 ]
 
 

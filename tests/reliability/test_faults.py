@@ -15,13 +15,13 @@ from PIL import Image
 from lightning_ssl.callbacks import KNNProbe
 from lightning_ssl.data import ImageDataModule
 from lightning_ssl.data.rng import permutation
-from lightning_ssl.loggers import GuardLoggers, ResumableCSVLogger, read_rows
+from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger, read_rows
 from tests.callbacks import strangers
 from tests.callbacks.harness import History, trainer
 from tests.reliability import jobs
 
 slow = pytest.mark.slow
-SAVING = ["{class_path: lightning_ssl.checkpoint.RunCheckpoint, init_args: {save_last: true, every_n_train_steps: 2}}"]
+SAVING = ["{class_path: lightning_ssl.runs.checkpoint.RunCheckpoint, init_args: {save_last: true, every_n_train_steps: 2}}"]
 WATCHING = [jobs.CALLBACKS[2], jobs.CALLBACKS[4], jobs.REPORT, *SAVING]  # scalars, pictures, the report
 
 
@@ -244,7 +244,7 @@ def test_a_logger_that_cannot_start_ends_the_run_before_its_first_step():
 
 @slow
 def test_a_logger_and_the_pictures_fail_in_a_run_of_the_console_script(tmp_path):
-    loggers = "[{class_path: lightning_ssl.loggers.ResumableCSVLogger, init_args: {save_dir: runs}}, "
+    loggers = "[{class_path: lightning_ssl.runs.loggers.ResumableCSVLogger, init_args: {save_dir: runs}}, "
     loggers += "{class_path: tests.reliability.faulty.RaisingLogger}]"
     run = tmp_path / "runs" / "run"
     run.mkdir(parents=True)

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_ssl.callbacks._html import page
-from lightning_ssl.checkpoint import CheckpointError, CheckpointFiles
+from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles
 from tests.reliability import jobs
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lightning_ssl import callbacks, functional
-from lightning_ssl.checkpoint import CheckpointFiles, RunCheckpoint
+from lightning_ssl.runs.checkpoint import CheckpointFiles, RunCheckpoint
 from lightning_ssl.data import MixtureDataModule
-from lightning_ssl.loggers import GuardLoggers, ResumableCSVLogger
+from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
 from lightning_ssl.methods import BYOL
 from lightning_ssl.nn import MLPBackbone
 

@@ -20,9 +20,9 @@ import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
 from lightning_ssl.callbacks._report import run_dir
-from lightning_ssl.checkpoint import CheckpointError, CheckpointFiles, readable
-from lightning_ssl.explain import explain
-from lightning_ssl.loggers import GuardLoggers, ResumableCSVLogger
+from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
+from lightning_ssl.runs.explain import explain
+from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
 
 __all__ = ["ResumableCSVLogger", "RunCLI", "RunParser", "SaveRunConfig", "explain"]
 

@@ -1,0 +1,1 @@
+"""A run from its command to its folder: the console script, checkpoints, logs, the dashboard."""
