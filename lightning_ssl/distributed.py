@@ -1,33 +1,36 @@
-"""Differentiable collectives, in the convention DDP expects; all are the identity in a single process.
+"""Every collective there is: differentiable ones, in the convention DDP expects, and one exchange of anything else.
 
-Backward sums the gradient over ranks: what arrives is the derivative of the sum of all ranks' losses. As DDP then
+All are the identity in a single process. Backward sums the gradient over ranks: what arrives is the derivative of the sum of all ranks' losses. As DDP then
 averages parameter gradients, training follows the mean of the ranks' losses. So each rank returns either the loss of
 the whole batch (computed from gathered rows), or its own rows' mean times :func:`rank_weight`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def rank() -> int:
-    return dist.get_rank() if world_size() > 1 else 0
+def rank(group: Any = None) -> int:
+    return dist.get_rank(group) if world_size(group) > 1 else 0
 
 
-def all_reduce_sum(x: Tensor) -> Tensor:
+def all_reduce_sum(x: Tensor, group: Any = None) -> Tensor:
     """The sum over ranks, outside the graph; `x` is left as it was."""
-    if world_size() == 1:
+    if world_size(group) == 1:
         return x
-    total = x.detach().clone()
-    dist.all_reduce(total)
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
     return total
 
 
@@ -85,3 +88,135 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce_sum(grad.contiguous())[ctx.start : ctx.start + ctx.rows], None
+
+
+# What the ranks tell each other outside of the graph ------------------------------------------------------------------
+
+
+class RankError(RuntimeError):
+    """What went wrong on some ranks, raised on all of them."""
+
+
+def exchange(
+    value: Any, device: torch.device | None = None, problem: BaseException | None = None, group: Any = None
+) -> list[Any]:
+    """Give every rank every rank's value: one exchange of sizes and one of bytes, whatever each of them holds.
+
+    Args:
+        value: Tensors of any shape and type in nested dicts, lists and tuples, with plain Python data beside them.
+        device: Where the tensors of the result are, and what the process group talks through.
+        problem: What kept this rank from making its value; it is then raised on all ranks.
+        group: The process group; by default all ranks.
+
+    Returns:
+        The values, ordered by rank.
+
+    Raises:
+        RankError: Some rank had a problem; it names the ranks and their words.
+
+    Example:
+        >>> exchange({"rows": torch.ones(2, 3), "note": "from one process"})[0]["note"]
+        'from one process'
+    """
+    tensors: list[Tensor] = []
+    plain = _take_out(value, tensors)
+    if world_size(group) == 1:
+        if problem is not None:
+            raise RankError(str(problem)) from problem
+        return [_put_back(plain, [x.to(device or x.device) for x in tensors])]
+    device = device or torch.device("cpu")
+    layout = [(x.dtype, tuple(x.shape)) for x in tensors]
+    head = pickle.dumps((plain, layout, None if problem is None else f"{problem}"))
+    body = [x.detach().to(device).contiguous().flatten().view(torch.uint8) for x in tensors if x.numel()]
+    message = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device), *body])
+    sizes = all_gather(torch.tensor([len(head), len(message)], device=device), group).tolist()
+    padded = torch.zeros(max(size for _, size in sizes), dtype=torch.uint8, device=device)
+    padded[: len(message)] = message
+    received = [_unpack(part, size) for part, (size, _) in zip(all_gather(padded, group), sizes, strict=True)]
+    words = {rank: error for rank, (_, error) in enumerate(received) if error is not None}
+    if words:
+        one = next(iter(words.values()))
+        told = one if set(words.values()) == {one} and len(words) == len(received) else _by_rank(words)
+        raise RankError(told) from problem
+    return [value for value, _ in received]
+
+
+def all_gather(x: Tensor, group: Any = None) -> Tensor:
+    """Stack the ranks' tensors of one shape, ``[W, ...]``, outside the graph."""
+    parts = [torch.empty_like(x) for _ in range(world_size(group))]
+    if len(parts) == 1:
+        return x[None]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Every rank's value, pickled whole; :func:`exchange` is for tensors."""
+    values: list[Any] = [value] * world_size(group)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agree(ok: bool, number: int = 0, device: torch.device | None = None) -> tuple[bool, int]:
+    """Whether all ranks are `ok`, and the largest `number`."""
+    if world_size() == 1:
+        return ok, number
+    votes = torch.tensor([0 if ok else 1, number], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
+    failed, largest = votes.tolist()
+    return not failed, largest
+
+
+def deal(pieces: Sequence[Tensor]) -> Tensor:
+    """The ranks' rows in the order in which a DistributedSampler deals them: all first rows, then all second ones.
+
+    What depends on the order of rows is then the same at any number of ranks.
+
+    Example:
+        >>> deal([torch.tensor([0, 2, 4]), torch.tensor([1, 3])])
+        tensor([0, 1, 2, 3, 4])
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    turns = [torch.arange(len(piece), device=piece.device) * len(pieces) + r for r, piece in enumerate(pieces)]
+    return torch.cat(list(pieces))[torch.cat(turns).argsort()]
+
+
+class _Slot(NamedTuple):
+    number: int
+
+
+def _take_out(value: Any, tensors: list[Tensor]) -> Any:
+    """The value with its tensors replaced by their numbers in the list, to which they are added."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {key: _take_out(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, _Slot):
+        return [_take_out(item, tensors) for item in value]
+    return value
+
+
+def _put_back(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.number]
+    if isinstance(value, dict):
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    return [_put_back(item, tensors) for item in value] if isinstance(value, list) else value
+
+
+def _unpack(message: Tensor, head: int) -> tuple[Any, str | None]:
+    plain, layout, error = pickle.loads(message[:head].cpu().numpy().tobytes())
+    tensors, at = [], head
+    for dtype, shape in layout:
+        size = math.prod(shape) * dtype.itemsize
+        # A copy of its own: a view of the buffer would have to start at a multiple of the item's size.
+        tensors.append(message[at : at + size].clone().view(dtype).view(shape))
+        at += size
+    return _put_back(plain, tensors), error
+
+
+def _by_rank(words: dict[int, str]) -> str:
+    return "; ".join(f"rank {rank}: {error}" for rank, error in words.items())

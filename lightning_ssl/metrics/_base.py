@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-_DTYPES = (torch.float32, torch.float64, torch.int64)
+from lightning_ssl.distributed import all_reduce_sum, exchange
 
 
 class ReducedMetric(Metric):
@@ -42,44 +41,29 @@ class ReducedMetric(Metric):
             raise ValueError(f"{type(self).__name__} has seen no rows on any rank; call `update` before `compute`")
 
     def _sync_dist(self, dist_sync_fn: Callable | None = None, process_group: Any | None = None) -> None:
-        group = process_group or self.process_group or dist.group.WORLD
-        for name, reduction in self._reductions.items():
-            if reduction is dim_zero_cat:
-                setattr(self, name, [_gather_rows(self._rows(name), f"{type(self).__name__}.{name}", group)])
-            else:
-                setattr(self, name, _sum(getattr(self, name), f"{type(self).__name__}.{name}", group))
+        """Rows cross in one exchange, with the shapes of the sums; then each sum is reduced."""
+        rows = {name: self._rows(name) for name, how in self._reductions.items() if how is dim_zero_cat}
+        sums = {name: getattr(self, name) for name, how in self._reductions.items() if how is not dim_zero_cat}
+        shapes = {name: tuple(value.shape) for name, value in sums.items()}
+        group = process_group or self.process_group
+        parts = exchange({"rows": rows, "shapes": shapes}, self.device, group=group)
+        for name in rows:
+            setattr(self, name, [self._joined([part["rows"][name] for part in parts], name)])
+        for name, value in sums.items():
+            found = {tuple(part["shapes"][name]) for part in parts} - {()}
+            if len(found) > 1:
+                raise ValueError(
+                    f"`{type(self).__name__}.{name}` has different shapes on different ranks: {sorted(found)}; "
+                    "feed the same features"
+                )
+            setattr(self, name, all_reduce_sum(value.expand(found.pop()) if found else value, group))
 
-
-def _sum(value: Tensor, name: str, group: Any) -> Tensor:
-    shapes = {shape for shape, _ in _headers(value, group) if shape}
-    if len(shapes) > 1:
-        raise ValueError(f"`{name}` has different shapes on different ranks: {sorted(shapes)}; feed the same features")
-    total = value.expand(shapes.pop()).clone() if shapes else value.clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _gather_rows(rows: Tensor, name: str, group: Any) -> Tensor:
-    headers = _headers(rows, group)
-    filled = [(shape, dtype) for shape, dtype in headers if shape[0]]
-    if not filled:
-        return rows
-    if len({(shape[1:], dtype) for shape, dtype in filled}) > 1:
-        raise ValueError(f"`{name}` has different row shapes or types on different ranks: {filled}; feed the same data")
-    longest = max(shape[0] for shape, _ in filled)
-    (_, *trailing), dtype = filled[0]
-    padded = torch.zeros(longest, *trailing, dtype=dtype, device=rows.device)
-    if len(rows):
-        padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in headers]
-    dist.all_gather(gathered, padded, group=group)
-    return torch.cat([part[: shape[0]] for part, (shape, _) in zip(gathered, headers, strict=True)])
-
-
-def _headers(value: Tensor, group: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and type of every rank's value."""
-    header = [_DTYPES.index(value.dtype), value.ndim, *value.shape]
-    local = torch.tensor(header + [0] * (8 - len(header)), device=value.device)
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, local, group=group)
-    return [(tuple(sizes[:ndim]), _DTYPES[code]) for code, ndim, *sizes in (part.tolist() for part in parts)]
+    def _joined(self, parts: list[Tensor], name: str) -> Tensor:
+        filled = [part for part in parts if len(part)]
+        if len({(part.shape[1:], part.dtype) for part in filled}) > 1:
+            kinds = [(tuple(part.shape), part.dtype) for part in filled]
+            raise ValueError(
+                f"`{type(self).__name__}.{name}` has different row shapes or types on different ranks: {kinds}; feed "
+                "the same data"
+            )
+        return torch.cat(filled) if filled else parts[0]

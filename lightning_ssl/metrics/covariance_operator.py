@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ssl.distributed import gather_objects, rank
 from lightning_ssl.functional._connection import as_found, check_views, watched_layers
 from lightning_ssl.functional._estimate import CovarianceOperatorNorms, Sums
 from lightning_ssl.functional._sketch import PILOT, Basis, Pilot, make_basis, run_pilot
@@ -124,9 +124,9 @@ class CovarianceOperator(ReducedMetric):
         sizes = [size for size, *_ in shards]
         if not any(sizes):
             return
-        rank = dist.get_rank(self.process_group) if len(shards) > 1 else 0
+        this = rank(self.process_group) if len(shards) > 1 else 0
         owner = next(number for number, size in enumerate(sizes) if size)
-        first = sum(sizes[:rank])
+        first = sum(sizes[:this])
         few = [view[: max(0, PILOT - first)] for view in views]
         if sizes[owner] < min(PILOT, sum(sizes)):
             # One rank must see them all: summed in another order, they would turn the directions by more than 1e-5.
@@ -134,7 +134,7 @@ class CovarianceOperator(ReducedMetric):
             few = [torch.cat(view).to(self.device) for view in zip(*parts, strict=True)]
         pilot: Pilot | None = None
         try:
-            if rank == owner:
+            if this == owner:
                 with as_found(model, views[0].device, self.seed):
                     pilot = run_pilot(model, watched, few, self.seed)
                 check_reached(watched, pilot.layers, self.layers)
@@ -148,11 +148,7 @@ class CovarianceOperator(ReducedMetric):
         self.basis = make_basis(pilot, watched, self.directions, self.principal, self.seed).to(self.device)
 
     def _gather(self, value: Any) -> list[Any]:
-        if not (self.sync_on_compute and dist.is_available() and dist.is_initialized()):
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.process_group)
-        dist.all_gather_object(values, value, group=self.process_group)
-        return values
+        return gather_objects(value, self.process_group) if self.sync_on_compute else [value]
 
     def _layers_sums(self, flat: Tensor) -> dict[str, Sums]:
         """Views of the vector `flat`, by layer."""
