@@ -8,15 +8,15 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_ssl.callbacks._places import check_path, find_module
-from lightning_ssl.callbacks._ranks import refuse_sharded
+from lightning_ssl.callbacks._engine.places import check_path, find_module
+from lightning_ssl.callbacks._engine.ranks import refuse_sharded
 
 
 class PredictorAction(L.Callback):
     """Finds the predictor, and calls `act` after each optimizer step.
 
     Args:
-        predictor: dotted path of the predictor.
+        predictor: Dotted path of the predictor.
     """
 
     def __init__(self, predictor: str) -> None:

@@ -10,9 +10,11 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_ssl import functional
-from lightning_ssl.callbacks._spread import Rows, effective_rank
-from lightning_ssl.callbacks._watcher import FeatureWatcher
+from lightning_ssl.callbacks._engine.layout import Layout
+from lightning_ssl.callbacks._engine.pair import Pairing
+from lightning_ssl.callbacks.diagnostic import Quantity
+from lightning_ssl.callbacks.watcher import Watcher
+from lightning_ssl.functional import effective_rank, spread
 
 
 class Verdict(IntEnum):
@@ -21,7 +23,7 @@ class Verdict(IntEnum):
     COMPLETE = 2
 
 
-class CollapseMonitor(FeatureWatcher):
+class CollapseMonitor(Watcher):
     r"""Warns when the features collapse, to a point or into a few dimensions.
 
     Watches the projector, which is what the loss sees: a BatchNorm backbone keeps its own features spread even while
@@ -36,16 +38,51 @@ class CollapseMonitor(FeatureWatcher):
     hold for `patience` observations in a row.
 
     Args:
-        features: dotted path of the submodule whose outputs are watched.
-        complete: the deviation below which features count as one point.
-        dimensional: the effective rank below which features count as flat (half the dimension, where that is less).
-        patience: observations in a row before the verdict turns.
-        stop: end training (`trainer.should_stop`) at complete collapse.
-        views: how many views a step holds, where calls and batch size do not tell.
-        every_n_steps: look every that many training steps, the first included.
-        every_n_epochs: look at the first step of every that many epochs.
-        name: keeps several instances apart: ``collapse/<name>/verdict``.
+        features: Dotted path of the submodule whose outputs are watched.
+        complete: The deviation below which features count as one point.
+        dimensional: The effective rank below which features count as flat (half the dimension, where that is less).
+        patience: Observations in a row before the verdict turns.
+        stop: End training (`trainer.should_stop`) at complete collapse.
+        views: How many views of a sample a step holds; by default as the calls and the batch show.
+        every_n_steps: Look every n-th training step, the first included.
+        every_n_epochs: Look at the first step of every n-th epoch.
+        name: Keeps several instances apart: ``collapse/<name>/verdict``.
+        pairing: How views lie: "calls", "blocked", "interleaved", or a function; see :class:`Watcher`.
+        layout: The axes of the features: "NCHW", "NHWC", "NLC", "NCL", "LNC", or a function; see :class:`Watcher`.
+        target: Dotted path of the target network's twin of `features`, for the second view of an online network that
+            sees one view only.
+
+    Example:
+        >>> monitor = CollapseMonitor("projection_head", stop=True)
     """
+
+    quantities = (
+        Quantity(
+            "collapse/verdict",
+            "verdict: 0 healthy, 1 dimensional, 2 complete collapse",
+            "0 while features stay spread; 1 when they lie in a few dimensions, 2 when they are one point.",
+            "health",
+            better="lower",
+            healthy="0",
+            form="{:.0f}",
+        ),
+        Quantity(
+            "collapse/std",
+            "spread of what the loss sees",
+            "1 when features are spread over the sphere, 0 when they are one point.",
+            "health",
+            better="higher",
+            healthy="0.5 to 1",
+        ),
+        Quantity(
+            "collapse/rank",
+            "participation ratio",
+            "The number of dimensions that most of the variance is in.",
+            "health",
+            better="higher",
+        ),
+    )
+    prefix = "collapse"
 
     def __init__(
         self,
@@ -58,8 +95,11 @@ class CollapseMonitor(FeatureWatcher):
         every_n_steps: int | None = 5,
         every_n_epochs: int | None = None,
         name: str | None = None,
+        pairing: Pairing | None = None,
+        layout: Layout | None = None,
+        target: str | None = None,
     ) -> None:
-        super().__init__(features, views, every_n_steps, every_n_epochs, held_out=False, name=name)
+        super().__init__(features, views, pairing, layout, target, every_n_steps, every_n_epochs, False, name)
         if not 0 < complete < 1:
             raise ValueError(f"`complete` must lie in (0, 1), got {complete}")
         if not dimensional > 1:
@@ -71,24 +111,16 @@ class CollapseMonitor(FeatureWatcher):
         self._baseline: float | None = None
         self._recent: list[tuple[int, float, float]] = []  # suspicion, std and rank of the last observations
 
-    def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._rows = Rows()
-
-    def take(self, views: list[Tensor]) -> None:
-        for view in views:
-            self._rows.update(view)
-
-    def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        found = functional.spread(self._rows.gather(trainer))
+    def measure(self, rows: Tensor) -> dict[str, Tensor | float]:
+        found = spread(rows)
         std, participation = float(found.std), float(found.participation)
         # The participation ratio is a lower bound of the effective rank: above it, no eigenvalues are needed.
-        rank = effective_rank(found.centred) if participation < self.dimensional else math.inf
-        self._judge(std, rank, found.centred.shape[1])
-        return {
-            self.key("collapse", "verdict"): float(self.verdict),
-            self.key("collapse", "std"): std,
-            self.key("collapse", "rank"): participation,
-        }
+        rank = math.inf
+        if participation < self.dimensional:
+            rank = float(effective_rank(found.centred)) if participation > 0 else 0.0
+        # So few rows have no more dimensions: that is not the network's doing.
+        self._judge(std, rank, min(found.centred.shape[1], len(rows) - 1))
+        return {"verdict": float(self.verdict), "std": std, "rank": participation}
 
     def _judge(self, std: float, rank: float, dim: int) -> None:
         self._baseline = std if self._baseline is None else self._baseline

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import lightning.pytorch as L
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_ssl import metrics
-from lightning_ssl.callbacks._ranks import is_distributed
-from lightning_ssl.callbacks._report import log_figure
-from lightning_ssl.callbacks._watcher import FeatureWatcher
+from lightning_ssl.callbacks._engine.layout import Layout
+from lightning_ssl.callbacks._engine.pair import Pairing
+from lightning_ssl.callbacks._engine.report import log_figure
+from lightning_ssl.callbacks.diagnostic import Quantity
+from lightning_ssl.callbacks.watcher import Watcher
+from lightning_ssl.functional import correlation_loss, correlation_matrix, generalization_bound
+
+MOST_DRAWN = 512  # features in the picture of the matrix: of wider ones the first
 
 
-class CorrelationBound(FeatureWatcher):
+class CorrelationBound(Watcher):
     r"""Logs ``train/l_cor`` and ``train/l_bound``, and draws the correlation matrix of the features.
 
     :math:`L_{cor} = \|\Lambda - I\|_F^2` with :math:`\Lambda = E[x x^T]` of rows scaled to norm :math:`\sqrt d`, over
@@ -20,16 +27,38 @@ class CorrelationBound(FeatureWatcher):
     kNN accuracy rises. Under ``val/`` and ``test/`` for held-out data.
 
     Args:
-        features: dotted path of the submodule whose outputs are the features.
-        num_classes: the number of latent classes K; by default the DataModule's `num_classes`.
-        unbiased: correct L_cor for the number of rows in a batch.
-        views: how many views a step holds, where calls and batch size do not tell.
-        every_n_steps: log every that many training steps, the first included.
-        every_n_epochs: log the first step of every that many epochs.
-        picture_every: draw the matrix every that many observations; 0 never does.
-        held_out: log validation and test features as well.
-        name: keeps several instances apart: ``train/<name>/l_cor``.
+        features: Dotted path of the submodule whose outputs are the features.
+        num_classes: The number of latent classes K; by default the DataModule's `num_classes`.
+        unbiased: Correct L_cor for the number of rows in a batch.
+        views: How many views of a sample a step holds; by default as the calls and the batch show.
+        every_n_steps: Log every n-th training step, the first included.
+        every_n_epochs: Log the first step of every n-th epoch.
+        picture_every: Draw the matrix every n-th observation; 0 never does.
+        held_out: Log validation and test features as well.
+        name: Keeps several instances apart: ``train/<name>/l_cor``.
+        pairing: How views lie: "calls", "blocked", "interleaved", or a function; see :class:`Watcher`.
+        layout: The axes of the features: "NCHW", "NHWC", "NLC", "NCL", "LNC", or a function; see :class:`Watcher`.
+        target: Dotted path of the target network's twin of `features`, for the second view of an online network that
+            sees one view only.
+
+    Example:
+        >>> watch = CorrelationBound("projection_head", num_classes=10)
     """
+
+    quantities = (
+        Quantity(
+            "*/l_cor",
+            "correlation loss",
+            "How far features are from decorrelated and evenly spread: 0 is ideal, d(d - 1) one point.",
+            better="lower",
+        ),
+        Quantity(
+            "*/l_bound",
+            "generalisation bound",
+            "An indicator that falls as nearest-neighbour accuracy rises; no guarantee.",
+            better="lower",
+        ),
+    )
 
     def __init__(
         self,
@@ -40,10 +69,13 @@ class CorrelationBound(FeatureWatcher):
         every_n_steps: int | None = 50,
         every_n_epochs: int | None = None,
         picture_every: int = 20,
-        held_out: bool = True,
+        held_out: bool | Mapping[str, Any] = True,
         name: str | None = None,
+        pairing: Pairing | None = None,
+        layout: Layout | None = None,
+        target: str | None = None,
     ) -> None:
-        super().__init__(features, views, every_n_steps, every_n_epochs, held_out, name)
+        super().__init__(features, views, pairing, layout, target, every_n_steps, every_n_epochs, held_out, name)
         if num_classes is not None and num_classes < 1:
             raise ValueError(f"`num_classes` must be at least 1, got {num_classes}")
         if picture_every < 0:
@@ -56,26 +88,16 @@ class CorrelationBound(FeatureWatcher):
         super().setup(trainer, pl_module, stage)
         self._classes = self.num_classes or getattr(getattr(trainer, "datamodule", None), "num_classes", None)
 
-    def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Without a number of classes L_bound is left out.
-        self._metric = metrics.CorrelationBound(
-            self._classes or 1, self.unbiased, sync_on_compute=is_distributed(trainer)
-        ).to(pl_module.device)
-
-    def take(self, views: list[Tensor]) -> None:
-        for view in views:
-            self._metric.update(view)
-
-    def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        values = self._metric.compute()
-        self._matrix = values["correlation"].float().cpu()
-        logged = {self.key(stage, "l_cor"): float(values["l_cor"])}
-        if self._classes:
-            logged[self.key(stage, "l_bound")] = float(values["l_bound"])
-        return logged
+    def measure(self, rows: Tensor) -> dict[str, Tensor | float]:
+        l_cor = correlation_loss(rows, self.unbiased)
+        self._matrix = correlation_matrix(rows, MOST_DRAWN).float().cpu() if self.picture_every else None
+        values: dict[str, Tensor | float] = {"l_cor": l_cor}
+        if self._classes:  # without a number of classes L_bound is left out
+            values["l_bound"] = generalization_bound(l_cor, rows.shape[1], self._classes)
+        return values
 
     def report(self, trainer: L.Trainer, step: int, stage: str) -> None:
-        if self._matrix is not None and self.draws(step, stage, self.picture_every):
+        if self._matrix is not None and self.draws(stage, self.picture_every):
             matrix = self._matrix
             log_figure(trainer, self.folder, self.key(stage, "correlation"), lambda: draw(matrix, step), step)
 

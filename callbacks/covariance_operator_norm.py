@@ -7,16 +7,18 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as L
-import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
-from lightning_ssl.callbacks._capture import Call, silence, split_views
-from lightning_ssl.callbacks._network import KEPT, WATCHABLE, Network, find_glue
-from lightning_ssl.callbacks._places import check_path, find_module
-from lightning_ssl.callbacks._ranks import agree, gather_rows
-from lightning_ssl.callbacks._report import warn_once
-from lightning_ssl.callbacks._watcher import Watcher
+from lightning_ssl.callbacks._engine.layout import Layout, check_layout
+from lightning_ssl.callbacks._engine.observation import Observatory, Spec, observatory
+from lightning_ssl.callbacks._engine.pair import Evidence, Pairing, settle
+from lightning_ssl.callbacks._engine.places import check_path
+from lightning_ssl.callbacks._engine.ranks import ranks_of
+from lightning_ssl.callbacks._engine.record import silence
+from lightning_ssl.callbacks._engine.replay import WATCHABLE, Calls, Replay
+from lightning_ssl.callbacks.diagnostic import Quantity
+from lightning_ssl.callbacks.watcher import Watcher
+from lightning_ssl.distributed import exchange
 from lightning_ssl.functional import pair_weight
 from lightning_ssl.functional.covariance_operator import covariance_operator_norms
 
@@ -32,27 +34,69 @@ class CovarianceOperatorNorm(Watcher):
     ``cov_op_top/``, its leading eigenvalue; ``cov_op_intra/`` and ``cov_op_intra_trace/``, norm and trace of the
     second; ``cov_op_ratio/``, the ratio of the norms; ``cov_op_error/``, the estimate's relative standard error.
 
-    The images are those that entered the encoder during the step, at most `samples` of them over all ranks, run once
-    more in eval mode before the weights move. Directions and sketches are fixed over the run.
+    The samples are those that entered the encoder during the step, at most `samples` of them over all ranks, run once
+    more before the weights move: with all arguments of the step's own calls, batch normalisations held at the
+    statistics that the step normalised by, dropout and the like off. Before anything is logged the outputs are
+    compared with those of the step. Directions and sketches are fixed over the run.
 
     Args:
-        layers: dotted paths of Linear or Conv layers in the encoder or the head; by default all that are called.
-        encoder: dotted path of the submodule the images enter.
-        output: dotted path of the submodule whose output counts: the encoder itself, a part of it, or a head that
+        layers: Dotted paths of Linear or Conv layers in the encoder or the head; by default all that are called.
+        encoder: Dotted path of the submodule the samples enter.
+        output: Dotted path of the submodule whose output counts: the encoder itself, a part of it, or a head that
             takes the encoder's features as they are, flattened, pooled, or one of their tokens, as seen in the step.
-        samples: how many samples of the batch are used.
-        directions: output directions followed, the cost of the estimate.
-        principal: how many of those are principal directions of the outputs.
-        exact: follow all directions and build all rows; for small networks.
-        weight: weigh pairs of samples by this loss's :math:`\xi(r)` (Theorem 4).
-        tau: the temperature of `weight`.
-        margin: the margin of `weight`.
-        seed: seed of the directions and sketches.
-        views: how many views a step holds, where calls and batch size do not tell.
-        every_n_steps: log every that many training steps, the first included.
-        every_n_epochs: log the first step of every that many epochs.
-        name: keeps several instances apart: ``cov_op/<name>/<layer>``.
+        samples: How many samples of the batch are used.
+        directions: Output directions followed, the cost of the estimate.
+        principal: How many of those are principal directions of the outputs.
+        exact: Follow all directions and build all rows; for small networks.
+        weight: Weigh pairs of samples by this loss's :math:`\xi(r)` (Theorem 4).
+        tau: The temperature of `weight`.
+        margin: The margin of `weight`.
+        seed: Seed of the directions and sketches.
+        views: How many views of a sample a step holds; by default as the calls and the batch show.
+        every_n_steps: Log every n-th training step, the first included.
+        every_n_epochs: Log the first step of every n-th epoch.
+        name: Keeps several instances apart: ``cov_op/<name>/<layer>``.
+        pairing: How views lie: "calls", "blocked", "interleaved", or a function; see :class:`Watcher`.
+        layout: The axes of what leaves `output`; see :class:`Watcher`.
+        target: Dotted path of the target network's encoder, whose inputs are the second view where the online one
+            sees one view only.
+
+    Example:
+        >>> operator = CovarianceOperatorNorm(encoder="backbone", output="projection_head", every_n_steps=1000)
     """
+
+    quantities = (
+        Quantity(
+            "cov_op/*",
+            "inter-augmentation operator",
+            "The part of a layer's learning signal that survives augmentation; growth means that the layer learns.",
+            "operator",
+        ),
+        Quantity("cov_op_trace/*", "its trace", "The sum of the operator's eigenvalues.", "operator"),
+        Quantity("cov_op_top/*", "its leading eigenvalue", "The rate at which the strongest mode grows.", "operator"),
+        Quantity(
+            "cov_op_intra/*",
+            "intra-augmentation operator",
+            "The part of the signal that changes with the augmentation.",
+            "operator",
+        ),
+        Quantity("cov_op_intra_trace/*", "its trace", "The sum of its eigenvalues.", "operator"),
+        Quantity(
+            "cov_op_ratio/*",
+            "inter over intra",
+            "Signal over nuisance: it grows where the network learns what augmentation leaves alone.",
+            "operator",
+            better="higher",
+        ),
+        Quantity(
+            "cov_op_error/*",
+            "relative error of the estimate",
+            "The estimate's relative standard error; raise `directions` where it is above 0.2.",
+            "operator",
+            better="lower",
+        ),
+    )
+    paired = True
 
     def __init__(
         self,
@@ -71,8 +115,14 @@ class CovarianceOperatorNorm(Watcher):
         every_n_steps: int | None = 500,
         every_n_epochs: int | None = None,
         name: str | None = None,
+        pairing: Pairing | None = None,
+        layout: Layout | None = None,
+        target: str | None = None,
     ) -> None:
-        super().__init__({"encoder": encoder}, every_n_steps, every_n_epochs, name, inputs=True, outputs=KEPT)
+        super().__init__(
+            encoder, views, pairing, None, target, every_n_steps, every_n_epochs, False, name, argument="encoder"
+        )
+        check_layout(layout)
         if isinstance(layers, str) or (layers is not None and not layers):
             raise ValueError(f"`layers` must be a list of dotted paths or None for all, got {layers!r}")
         if samples < 2:
@@ -84,9 +134,8 @@ class CovarianceOperatorNorm(Watcher):
         self.layers = None if layers is None else list(layers)
         self.encoder, self.output, self.samples = encoder, output, samples
         self.directions, self.principal, self.exact = directions, principal, exact
-        self.weight, self.tau, self.margin, self.seed, self.views = weight, tau, margin, seed, views
-        self._images: Tensor | None = None
-        self._glue: int | None = None
+        self.weight, self.tau, self.margin, self.seed = weight, tau, margin, seed
+        self._output = Spec(output, "output", layout)
 
     @property
     def state_key(self) -> str:
@@ -109,48 +158,46 @@ class CovarianceOperatorNorm(Watcher):
                     f"output={self.output!r}"
                 )
 
-    def _attach(self, pl_module: L.LightningModule) -> None:
-        places = {self.encoder: "encoder", self.output: "output"}
-        self._recorder.attach({path: find_module(pl_module, path, argument) for path, argument in places.items()})
+    def ask(self, watched: Observatory, pl_module: L.LightningModule) -> None:
+        watched.want(self._specs["train"], inputs=True, moments=True)
+        watched.want(self._output, inputs=True, moments=True)
 
-    def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._images, self._glue = None, None
-        self._quota = -(-self.samples // trainer.world_size)
-
-    def update(self, pl_module: L.LightningModule, calls: dict[str, list[Call]], batch: Any) -> int:
-        entered = [call.input for call in calls.get(self.encoder, []) if call.input is not None]
-        views = split_views(entered, batch, self.views)
-        if not views:
-            return 0
-        views = [view for view in views if view.shape == views[0].shape]  # of several sizes of crops, the first
-        if len(views) < 2:
-            raise ValueError(
-                f"the covariance operator needs two views of each sample, {self.encoder!r} saw one; pass `views=2` if "
-                "a call holds both"
-            )
-        self._images = torch.stack([view[: self._quota] for view in views], dim=1)  # N x V x ...
-        self._glue = find_glue(calls.get(self.encoder, []), calls.get(self.output, []))
-        return len(views)
-
-    def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        # Every rank gets all images and computes the same: a norm is not a mean over ranks.
-        images = gather_rows(trainer, self._images)
-        self._images = None
-        if images is None:
-            return {}
-        glue = agree(trainer, True, -1 if self._glue is None else self._glue)[1]
-        network = Network(pl_module, self.encoder, self.output, trainer.precision_plugin.forward_context, glue)
-        if glue < 0 and not network.inside:
-            warn_once(
-                self._who,
-                f"the training step does something between {self.encoder!r} and {self.output!r} that is not repeated "
-                "here: the operators are those of the second after the first, flattened or pooled as it fits",
-            )
+    def _measured(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> dict[str, Any] | None:
+        """Collective: every rank gets all samples and computes the same: a norm is not a mean over ranks."""
+        watched, device, ranks = observatory(trainer), pl_module.device, ranks_of(trainer)
+        spec, problem = self._specs["train"], None
+        try:
+            calls = Calls.of(watched, spec, self._output, pl_module)
+        except Exception as error:
+            calls, problem = None, error
+        evidence = None if calls is None else calls.evidence(watched.batch, spec.declared)
+        if (spec, "train") not in watched.settled:
+            told = exchange(evidence, device, problem) if ranks > 1 else _alone(evidence, problem)
+            reading = settle([Evidence(*found) for found in told if found is not None], spec.declared)
+            if reading is None:
+                return None
+            watched.settled[spec, "train"] = reading
+        reading, mine = watched.settled[spec, "train"], None
+        try:
+            if calls is not None:
+                mine = calls.samples(reading, spec.declared, -(-self.samples // ranks))
+        except Exception as error:
+            problem = error
+        found = exchange(mine, device, problem) if ranks > 1 else _alone(mine, problem)
+        parts = [part for part in found if part is not None]
+        if not parts:
+            return None
+        rows = watched.reader(self._output)
+        context = trainer.precision_plugin.forward_context
+        replay = Replay(pl_module, self.encoder, self.output, parts, context, rows)
         weight = partial(pair_weight, loss=self.weight, tau=self.tau, margin=self.margin) if self.weight else None
-        with silence():
+        with silence(), replay.as_in_the_step() as random:
+            if random:
+                self.tell(f"{', '.join(random)} draw at random in training and are off here")
+            table = replay.table[: self.samples].to(device)
             norms = covariance_operator_norms(
-                network,
-                list(images[: self.samples].unbind(dim=1)),
+                replay.network,
+                list(table.unbind(dim=1)),
                 self.layers,
                 self.directions,
                 self.principal,
@@ -158,7 +205,7 @@ class CovarianceOperatorNorm(Watcher):
                 weight,
                 self.seed,
             )
-        values = {}
+        values: dict[str, Any] = {}
         for layer, norm in norms.items():
             values[self.key("cov_op", layer)] = norm.inter_norm
             values[self.key("cov_op_trace", layer)] = norm.inter_trace
@@ -167,4 +214,10 @@ class CovarianceOperatorNorm(Watcher):
             values[self.key("cov_op_intra_trace", layer)] = norm.intra_trace
             values[self.key("cov_op_ratio", layer)] = norm.inter_norm / norm.intra_norm.clamp_min(1e-30)
             values[self.key("cov_op_error", layer)] = norm.relative_error
-        return {key: float(value) for key, value in values.items()}
+        return values
+
+
+def _alone(value: Any, problem: Exception | None) -> list[Any]:
+    if problem is not None:
+        raise problem
+    return [value]

@@ -6,12 +6,14 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_ssl.callbacks._action import PredictorAction
-from lightning_ssl.callbacks._capture import Recorder, as_rows
-from lightning_ssl.callbacks._ranks import agree
-from lightning_ssl.callbacks._report import warn_once
+from lightning_ssl.callbacks._engine.ranks import ranks_of
+from lightning_ssl.callbacks._engine.record import Recorder
+from lightning_ssl.callbacks.watcher import precise
+from lightning_ssl.distributed import agree
 from lightning_ssl.nn.predictor_actions import DirectPredictorUpdate, linear_of
 
 
@@ -22,13 +24,13 @@ class DirectPredictor(PredictorAction):
     on all ranks, and :math:`W = U \mathrm{diag}(\sqrt{s_j / s_{max}} + \varepsilon) U^T`.
 
     Args:
-        predictor: dotted path of a predictor with one square linear layer.
-        rho: weight of the past in the moving average.
-        eps: the boost of small eigenvalues, relative to the largest.
-        freq: set the predictor every that many steps; in between its optimizer trains it.
-        shift: the constant c of Table 7, relative to the largest eigenvalue.
-        partitions: random hyperplanes; the mean of the predictors of each side of each is taken.
-        seed: seed of the hyperplanes.
+        predictor: Dotted path of a predictor with one square linear layer.
+        rho: Weight of the past in the moving average.
+        eps: The boost of small eigenvalues, relative to the largest.
+        freq: Set the predictor every n-th step; in between its optimizer trains it.
+        shift: The constant c of Table 7, relative to the largest eigenvalue.
+        partitions: Random hyperplanes; the mean of the predictors of each side of each is taken.
+        seed: Seed of the hyperplanes.
     """
 
     def __init__(
@@ -45,47 +47,50 @@ class DirectPredictor(PredictorAction):
         self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
         self.partitions, self.seed = partitions, seed
         self._update = DirectPredictorUpdate(rho, eps, freq, shift, partitions, seed=seed)
-        self._recorder = Recorder(inputs=True, outputs=0)
-        self._seen = 0
+        self._recorder = Recorder()
+        self._seen, self._warned = 0, False
 
     def check(self, predictor: nn.Module) -> None:
         linear_of(predictor, "DirectPred")
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        self._recorder.attach({self.predictor: self.find(pl_module)})
-
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._recorder.detach()
+        self._recorder.stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._recorder.detach()
+        self._recorder.stop()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._recorder.start(grad_only=True)
+        self._recorder.want(self.predictor, self.find(pl_module), inputs=True)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        self._recorder.pause()
+        self._recorder.backward(True)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._recorder.resume()
+        self._recorder.backward(False)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        for entered, _ in self._recorder.stop().get(self.predictor, []):
-            if entered is not None and len(entered):
-                self._update.update(as_rows(entered))
+        place = self._recorder.stop().get(self.predictor)
+        for call in place.views() if place is not None else []:
+            if call.entered is not None and len(call.entered):
+                self._update.update(precise(call.entered))
                 self._seen += 1
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def act(self, trainer: L.Trainer, predictor: nn.Module) -> None:
-        seen, _ = agree(trainer, self._seen > 0)
+        seen = self._seen > 0
+        if ranks_of(trainer) > 1:
+            seen, _ = agree(seen, device=trainer.strategy.root_device)
         self._seen = 0
         if not seen:
-            warn_once(type(self).__name__, f"{self.predictor!r} was not called with gradients on every rank: not set")
+            if not self._warned:
+                rank_zero_warn(
+                    f"{type(self).__name__}: {self.predictor!r} was not called with gradients on every rank: not set"
+                )
+            self._warned = True
             return
         with torch.no_grad():
             self._update.step(predictor)

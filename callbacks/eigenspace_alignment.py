@@ -11,13 +11,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from lightning_ssl import metrics
-from lightning_ssl.callbacks._capture import Call, as_rows
-from lightning_ssl.callbacks._places import check_path, find_module
-from lightning_ssl.callbacks._ranks import is_distributed
-from lightning_ssl.callbacks._report import log_figure, write_file
-from lightning_ssl.callbacks._watcher import Watcher
-from lightning_ssl.functional import balance_residual
+from lightning_ssl.callbacks._engine.observation import Seen
+from lightning_ssl.callbacks._engine.places import check_path, find_module
+from lightning_ssl.callbacks._engine.report import log_figure, write_file
+from lightning_ssl.callbacks.diagnostic import Quantity
+from lightning_ssl.callbacks.watcher import Watcher, precise
+from lightning_ssl.functional import balance_residual, effective_predictor, predictor_values, second_moment
 
 MAX_HISTORY = 2000  # observations kept
 
@@ -41,16 +40,71 @@ class EigenspaceAlignment(Watcher):
     :math:`s = p^2 / \alpha_p` is drawn.
 
     Args:
-        predictor: dotted path of the predictor.
-        previous: dotted path of the linear layer before it; by default the last layer of ``projector`` or
+        predictor: Dotted path of the predictor.
+        previous: Dotted path of the linear layer before it; by default the last layer of ``projector`` or
             ``projection_head`` beside the predictor, if that is linear.
         predictor_lr_scale: :math:`\alpha_p`, the predictor's learning rate relative to the encoder's.
-        intercept: fit an intercept with the effective linear map.
-        every_n_steps: log every that many training steps, the first included.
-        every_n_epochs: log the first step of every that many epochs.
-        picture_every: draw the cloud every that many observations; 0 never does.
-        name: keeps several instances apart: ``predictor/<name>/alignment_mean``.
+        intercept: Fit an intercept with the effective linear map.
+        every_n_steps: Log every n-th training step, the first included.
+        every_n_epochs: Log the first step of every n-th epoch.
+        picture_every: Draw the cloud every n-th observation; 0 never does.
+        name: Keeps several instances apart: ``predictor/<name>/alignment_mean``.
+
+    Example:
+        >>> watch = EigenspaceAlignment("prediction_head", every_n_steps=200)
     """
+
+    quantities = (
+        Quantity(
+            "predictor/alignment_weighted",
+            "eigenspace alignment",
+            "How well F's eigenvectors, by their weight, are the predictor's: 1 is perfect; it climbs while it learns.",
+            "predictor",
+            better="higher",
+            healthy="climbing to 1",
+            form="{:.3f}",
+            headline=True,
+        ),
+        Quantity(
+            "predictor/alignment_mean",
+            "eigenspace alignment, unweighted",
+            "The same, each eigenvector counted once.",
+            "predictor",
+            better="higher",
+        ),
+        Quantity(
+            "predictor/commutator_norm",
+            "commutator of F and W",
+            "0 when predictor and features share their eigenspaces.",
+            "predictor",
+            better="lower",
+        ),
+        Quantity("predictor/asymmetry", "asymmetry of W", "0 for a symmetric predictor, 2 at most.", "predictor"),
+        Quantity(
+            "predictor/smallest_symmetric_value",
+            "smallest eigenvalue of W's symmetric part",
+            "Below 0 some modes are turned around and shrink.",
+            "predictor",
+        ),
+        Quantity(
+            "predictor/eigenvalue_max", "largest eigenvalue of F", "The strongest mode of the features.", "predictor"
+        ),
+        Quantity(
+            "predictor/eigenvalue_min",
+            "smallest eigenvalue of F",
+            "The weakest mode; near 0 beside a large largest one, dimensions have collapsed.",
+            "predictor",
+        ),
+        Quantity(
+            "predictor/balance_residual",
+            "imbalance of predictor and encoder",
+            "Weight decay drives it to 0 (Theorem 1).",
+            "predictor",
+            better="lower",
+        ),
+    )
+    prefix = "predictor"
+    wants_inputs = True
 
     def __init__(
         self,
@@ -63,7 +117,9 @@ class EigenspaceAlignment(Watcher):
         picture_every: int = 20,
         name: str | None = None,
     ) -> None:
-        super().__init__({"predictor": predictor}, every_n_steps, every_n_epochs, name, inputs=True)
+        super().__init__(
+            predictor, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, name=name, argument="predictor"
+        )
         if not predictor_lr_scale > 0:
             raise ValueError(f"`predictor_lr_scale` must be positive, got {predictor_lr_scale}")
         if picture_every < 0:
@@ -81,29 +137,19 @@ class EigenspaceAlignment(Watcher):
         if self.previous is not None:
             check_path(pl_module, self.previous, "previous")
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
+    def check_places(self, pl_module: L.LightningModule) -> None:
+        super().check_places(pl_module)
         check_predictor(find_module(pl_module, self.predictor, "predictor"), self.predictor)
         if self.previous is not None and self._previous_weight(pl_module) is None:
             raise MisconfigurationException(f"`previous` names {self.previous!r}, which does not end in an nn.Linear")
 
-    def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        synced = is_distributed(trainer)
-        self._metric = metrics.EigenspaceAlignment(self.intercept, sync_on_compute=synced).to(pl_module.device)
-
-    def update(self, pl_module: L.LightningModule, calls: dict[str, list[Call]], batch: Any) -> int:
+    def observe(self, trainer: L.Trainer, pl_module: L.LightningModule, seen: Seen, stage: str) -> dict[str, Any]:
         weight = linear_weight(find_module(pl_module, self.predictor, "predictor"))
-        pairs = [(call.input, call.output) for call in calls.get(self.predictor, [])]
-        seen = [(entered, left) for entered, left in pairs if entered is not None and left is not None]
-        for entered, left in seen:
-            if weight is not None:
-                self._metric.update(as_rows(entered), weight=weight.detach().double())
-            else:
-                self._metric.update(as_rows(entered), outputs=as_rows(left))
-        return len(seen)
-
-    def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        values = self._metric.compute()
+        if seen.inputs is None:
+            raise ValueError(f"what enters {self.predictor!r} has not one row for each that leaves it")
+        inputs, outputs = precise(seen.inputs), precise(seen.rows)
+        W = effective_predictor(inputs, outputs, self.intercept) if weight is None else precise(weight.detach())
+        values = predictor_values(second_moment(inputs), W)
         spectra = torch.stack([values["eigenvalues"], values["predictor_values"], values["cosines"]])
         self._steps.append(int(self._due or 0))
         self._spectra.append(spectra.float().cpu())
@@ -118,13 +164,10 @@ class EigenspaceAlignment(Watcher):
             "eigenvalue_max": values["eigenvalues"][0],
             "eigenvalue_min": values["eigenvalues"][-1],
         }
-        weight = linear_weight(find_module(pl_module, self.predictor, "predictor"))
         before = self._previous_weight(pl_module)
         if weight is not None and before is not None and len(before) == weight.shape[1]:
-            logged["balance_residual"] = balance_residual(
-                before.double(), weight.detach().double(), self.predictor_lr_scale
-            )
-        return {self.key("predictor", quantity): float(value) for quantity, value in logged.items()}
+            logged["balance_residual"] = balance_residual(precise(before), W, self.predictor_lr_scale)
+        return {self.key("predictor", quantity): value for quantity, value in logged.items()}
 
     def _previous_weight(self, pl_module: L.LightningModule) -> Tensor | None:
         around = self.predictor.rpartition(".")[0]
@@ -149,7 +192,7 @@ class EigenspaceAlignment(Watcher):
         # Often while there is little to write, then ever less often: in all, a few times the final size is written.
         if len(self._steps) % max(1, len(self._steps) // 20) == 0:
             self._write(trainer)
-        if self._spectra and self.draws(step, stage, self.picture_every):
+        if self._spectra and self.draws(stage, self.picture_every):
             s, p, _ = self._spectra[-1]
             key = self.key("predictor", "spectrum")
             log_figure(trainer, self.folder, key, lambda: draw(s, p, self.predictor_lr_scale, step), step)
@@ -159,7 +202,7 @@ class EigenspaceAlignment(Watcher):
             return
         s, p, cosines = torch.stack(self._spectra, dim=1).numpy()
         arrays = {"step": np.asarray(self._steps), "eigenvalues": s, "predictor_values": p, "cosines": cosines}
-        write_file(self.folder / self.spectra_file, lambda file: np.savez_compressed(file, **arrays))
+        write_file(trainer, self.folder / self.spectra_file, lambda file: np.savez_compressed(file, **arrays))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._write(trainer)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ssl.callbacks._probe import Features, Probe
-from lightning_ssl.callbacks._ranks import agree, total
-from lightning_ssl.callbacks._report import warn_once
+from lightning_ssl.callbacks._engine.layout import Layout
+from lightning_ssl.callbacks._engine.ranks import ranks_of
+from lightning_ssl.callbacks.diagnostic import Quantity
+from lightning_ssl.callbacks.probe import Features, Probe
+from lightning_ssl.distributed import agree, all_reduce_sum
 from lightning_ssl.functional import knn_predict
 
 
@@ -22,17 +24,42 @@ class KNNProbe(Probe):
     anew each time; every rank embeds its shard and classifies its share of the queries.
 
     Args:
-        encoder: dotted path of the submodule to evaluate.
-        data: a DataModule with `probe_dataloaders()`, or (train_loader, test_loader) of clean, labelled images; by
+        encoder: Dotted path of the submodule to evaluate.
+        data: A DataModule with `probe_dataloaders()`, or (train_loader, test_loader) of clean, labelled images; by
             default the trainer's DataModule.
-        k: neighbours that vote; more than the bank holds are clamped with a warning.
+        k: Neighbours that vote; more than the bank holds are clamped with a warning.
         temperature: T.
-        num_classes: by default the DataModule's, or as many as the labels name.
-        every_n_epochs: probe at the end of every that many epochs, and of the last.
-        every_n_steps: probe before every that many steps.
-        baseline: probe the untrained encoder as well.
-        name: keeps several instances apart: ``val/<name>/knn_top1``.
+        num_classes: By default the DataModule's, or as many as the labels name.
+        every_n_epochs: Probe at the end of every n-th epoch, and of the last.
+        every_n_steps: Probe before every n-th step.
+        baseline: Probe the untrained encoder as well.
+        name: Keeps several instances apart: ``val/<name>/knn_top1``.
+        features: Dotted path of a part of the encoder whose output counts; by default the encoder's own.
+        layout: The axes of the features: "NCHW", "NHWC", "NLC", "NCL", "LNC", or a function; see :class:`Watcher`.
+
+    Example:
+        >>> probe = KNNProbe("backbone", k=20)
     """
+
+    quantities = (
+        Quantity(
+            "*/knn_top1",
+            "kNN probe, top-1",
+            "The share of held-out samples classified right; compare with the first value, the untrained encoder's.",
+            "learning",
+            better="higher",
+            form="{:.1%}",
+            headline=True,
+        ),
+        Quantity(
+            "*/knn_top5",
+            "kNN probe, top-5",
+            "The share of held-out samples whose class is among the five likeliest.",
+            "learning",
+            better="higher",
+            form="{:.1%}",
+        ),
+    )
 
     def __init__(
         self,
@@ -45,8 +72,10 @@ class KNNProbe(Probe):
         every_n_steps: int | None = None,
         baseline: bool = True,
         name: str | None = None,
+        features: str | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__(encoder, data, num_classes, every_n_epochs, every_n_steps, baseline, name)
+        super().__init__(encoder, data, num_classes, every_n_epochs, every_n_steps, baseline, name, features, layout)
         if k < 1:
             raise ValueError(f"`k` must be at least 1, got {k}")
         if not temperature > 0:
@@ -55,7 +84,7 @@ class KNNProbe(Probe):
 
     def evaluate(self, train: Features, test: Features, num_classes: int, trainer: L.Trainer) -> dict[str, float]:
         if self.k > len(train.rows):
-            warn_once(self._who, f"`k={self.k}` is more than the {len(train.rows)} samples of the bank: all vote")
+            self.warn(f"`k={self.k}` is more than the {len(train.rows)} samples of the bank: all vote")
 
         def predict(queries: Tensor) -> Tensor:
             return knn_predict(queries, train.rows, train.labels, num_classes, self.k, self.temperature)
@@ -79,7 +108,11 @@ def shared_accuracy(trainer: L.Trainer, test: Features, predict: Callable[[Tenso
             hits = torch.stack([correct[:, 0].sum(), correct.any(dim=1).sum()])
         except ValueError as error:  # a bad row in this rank's share alone must not leave the others waiting
             problem = error
-    if not agree(trainer, problem is None)[0]:
-        raise problem or ValueError("another rank could not classify its share of the queries")
-    top1, top5 = (total(trainer, hits) / len(test.rows)).tolist()
+    if ranks_of(trainer) > 1:
+        if not agree(problem is None, device=hits.device)[0]:
+            raise problem or ValueError("another rank could not classify its share of the queries")
+        hits = all_reduce_sum(hits)
+    elif problem is not None:
+        raise problem
+    top1, top5 = (hits / len(test.rows)).tolist()
     return top1, top5

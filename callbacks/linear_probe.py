@@ -6,8 +6,10 @@ import lightning.pytorch as L
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_ssl.callbacks._probe import Features, Probe
+from lightning_ssl.callbacks._engine.layout import Layout
+from lightning_ssl.callbacks.diagnostic import Quantity
 from lightning_ssl.callbacks.knn_probe import shared_accuracy
+from lightning_ssl.callbacks.probe import Features, Probe
 from lightning_ssl.functional import fit_linear_probe
 
 
@@ -18,16 +20,41 @@ class LinearProbe(Probe):
     encoder as a head trained alongside does.
 
     Args:
-        encoder: dotted path of the submodule to evaluate.
-        data: a DataModule with `probe_dataloaders()`, or (train_loader, test_loader) of clean, labelled images; by
+        encoder: Dotted path of the submodule to evaluate.
+        data: A DataModule with `probe_dataloaders()`, or (train_loader, test_loader) of clean, labelled images; by
             default the trainer's DataModule.
-        l2: penalty :math:`\frac{\lambda}{2} \|W\|^2` on standardised features.
-        num_classes: by default the DataModule's, or as many as the labels name.
-        every_n_epochs: probe at the end of every that many epochs, and of the last.
-        every_n_steps: probe before every that many steps.
-        baseline: probe the untrained encoder as well.
-        name: keeps several instances apart: ``val/<name>/linear_top1``.
+        l2: Penalty :math:`\frac{\lambda}{2} \|W\|^2` on standardised features.
+        num_classes: By default the DataModule's, or as many as the labels name.
+        every_n_epochs: Probe at the end of every n-th epoch, and of the last.
+        every_n_steps: Probe before every n-th step.
+        baseline: Probe the untrained encoder as well.
+        name: Keeps several instances apart: ``val/<name>/linear_top1``.
+        features: Dotted path of a part of the encoder whose output counts; by default the encoder's own.
+        layout: The axes of the features: "NCHW", "NHWC", "NLC", "NCL", "LNC", or a function; see :class:`Watcher`.
+
+    Example:
+        >>> probe = LinearProbe("backbone", l2=1e-3)
     """
+
+    quantities = (
+        Quantity(
+            "*/linear_top1",
+            "linear probe, top-1",
+            "The share of held-out samples classified right; compare with the first value, the untrained encoder's.",
+            "learning",
+            better="higher",
+            form="{:.1%}",
+            headline=True,
+        ),
+        Quantity(
+            "*/linear_top5",
+            "linear probe, top-5",
+            "The share of held-out samples whose class is among the five likeliest.",
+            "learning",
+            better="higher",
+            form="{:.1%}",
+        ),
+    )
 
     def __init__(
         self,
@@ -39,8 +66,10 @@ class LinearProbe(Probe):
         every_n_steps: int | None = None,
         baseline: bool = True,
         name: str | None = None,
+        features: str | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__(encoder, data, num_classes, every_n_epochs, every_n_steps, baseline, name)
+        super().__init__(encoder, data, num_classes, every_n_epochs, every_n_steps, baseline, name, features, layout)
         if not l2 > 0:
             raise ValueError(f"`l2` must be positive, got {l2}")
         self.l2 = l2

@@ -18,11 +18,11 @@ class PredictorReset(PredictorAction):
     random state is left alone. The optimizer keeps its state.
 
     Args:
-        predictor: dotted path of any predictor.
+        predictor: Dotted path of any predictor.
         every_n_epochs: T.
         init: "default" (each layer's own), "identity" (one square linear layer), "uniform" or "positive".
-        init_range: the range of "uniform", [-r, r], and of "positive", [0, r].
-        seed: seed of the draws.
+        init_range: The range of "uniform", [-r, r], and of "positive", [0, r].
+        seed: Seed of the draws.
     """
 
     def __init__(

@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import lightning.pytorch as L
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lightning_ssl.callbacks._ranks import gather_rows
-from lightning_ssl.callbacks._report import log_figure
-from lightning_ssl.callbacks._watcher import FeatureWatcher
+from lightning_ssl.callbacks._engine.layout import Layout
+from lightning_ssl.callbacks._engine.pair import Pairing
+from lightning_ssl.callbacks._engine.report import log_figure
+from lightning_ssl.callbacks.diagnostic import Quantity
+from lightning_ssl.callbacks.watcher import Watcher
 from lightning_ssl.functional import principal_plane
 
 
-class RepresentationCircle(FeatureWatcher):
+class RepresentationCircle(Watcher):
     r"""Draws the features of a batch on the unit circle: PCA to two dimensions, then normalisation (RAFT Fig. 5).
 
     The ring shows the density over angles, the chords join the two views of a sample: aligned features have short
     chords, uniform ones an even ring. ``circle/explained_variance``, the share of variance in the plane, is logged.
 
     Args:
-        features: dotted path of the submodule whose outputs are the features.
-        pairs: how many pairs of views are joined by chords.
-        max_rows: at most that many samples are gathered from all ranks.
-        views: how many views a step holds, where calls and batch size do not tell.
-        every_n_steps: draw every that many training steps, the first included.
-        every_n_epochs: draw the first step of every that many epochs.
-        held_out: draw held-out features as well.
-        name: keeps several instances apart: ``circle/<name>/...``.
+        features: Dotted path of the submodule whose outputs are the features.
+        pairs: How many pairs of views are joined by chords.
+        max_rows: At most that many samples are gathered from all ranks.
+        views: How many views of a sample a step holds; by default as the calls and the batch show.
+        every_n_steps: Draw every n-th training step, the first included.
+        every_n_epochs: Draw the first step of every n-th epoch.
+        held_out: Draw held-out features as well.
+        name: Keeps several instances apart: ``circle/<name>/...``.
+        pairing: How views lie: "calls", "blocked", "interleaved", or a function; see :class:`Watcher`.
+        layout: The axes of the features: "NCHW", "NHWC", "NLC", "NCL", "LNC", or a function; see :class:`Watcher`.
+        target: Dotted path of the target network's twin of `features`, for the second view of an online network that
+            sees one view only.
+
+    Example:
+        >>> circle = RepresentationCircle("projection_head", every_n_steps=1000)
     """
+
+    quantities = (
+        Quantity(
+            "circle*/explained_variance",
+            "share of the circle's plane",
+            "The share of the features that the picture shows.",
+        ),
+    )
+    paired = True
 
     def __init__(
         self,
@@ -38,39 +59,32 @@ class RepresentationCircle(FeatureWatcher):
         views: int | None = None,
         every_n_steps: int | None = 500,
         every_n_epochs: int | None = None,
-        held_out: bool = False,
+        held_out: bool | Mapping[str, Any] = False,
         name: str | None = None,
+        pairing: Pairing | None = None,
+        layout: Layout | None = None,
+        target: str | None = None,
     ) -> None:
-        super().__init__(features, views, every_n_steps, every_n_epochs, held_out, name)
+        super().__init__(features, views, pairing, layout, target, every_n_steps, every_n_epochs, held_out, name)
         if pairs < 0 or max_rows < 2:
             raise ValueError(f"`pairs` must not be negative and `max_rows` at least 2, got {pairs} and {max_rows}")
         self.pairs, self.max_rows = pairs, max_rows
-        self._kept: list[Tensor] = []
         self._angles: list[Tensor] = []
 
-    def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._kept = []
-        self._quota = -(-self.max_rows // trainer.world_size)
+    def key(self, stage: str, quantity: str) -> str:
+        return super().key("circle" if stage == "train" else f"circle_{stage}", quantity)
 
-    def take(self, views: list[Tensor]) -> None:
-        room = self._quota - sum(len(kept) for kept in self._kept)
-        if room > 0:
-            self._kept.append(torch.stack([view[:room] for view in views], dim=1))  # N x V x d
-
-    def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        rows = gather_rows(trainer, torch.cat(self._kept) if self._kept else None)
-        self._kept = []
-        if rows is None or len(rows) < 2:
-            raise ValueError(f"a circle needs at least 2 samples, got {0 if rows is None else len(rows)}")
+    def measure(self, rows: Tensor) -> dict[str, Tensor | float]:
+        rows = rows[: self.max_rows]
+        if len(rows) < 2:
+            raise ValueError(f"a circle needs at least 2 samples, got {len(rows)}")
         plane, explained = principal_plane(rows.flatten(0, 1))
         self._angles = list(torch.atan2(plane[:, 1], plane[:, 0]).view(len(rows), -1).T.float().cpu())
-        prefix = "circle" if stage == "train" else f"circle_{stage}"
-        return {self.key(prefix, "explained_variance"): float(explained)}
+        return {"explained_variance": explained}
 
     def report(self, trainer: L.Trainer, step: int, stage: str) -> None:
         angles = self._angles
-        prefix = "circle" if stage == "train" else f"circle_{stage}"
-        log_figure(trainer, self.folder, self.key(prefix, "picture"), lambda: draw(angles, self.pairs, step), step)
+        log_figure(trainer, self.folder, self.key(stage, "picture"), lambda: draw(angles, self.pairs, step), step)
 
 
 def draw(angles: list[Tensor], pairs: int, step: int, bandwidth: float = 0.1) -> Figure:

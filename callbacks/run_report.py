@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as L
 
+from lightning_ssl.callbacks._engine.report import logging_step, run_dir, warn_once, write_file
 from lightning_ssl.callbacks._html import page
-from lightning_ssl.callbacks._report import logging_step, run_dir, warn_once, write_file
 
 # What the summary shows, where it was logged: key, words, format.
 SUMMARY = (
@@ -82,10 +82,10 @@ class RunReport(L.Callback):
             folder = self._folder if self.html else None
             if folder is not None:
                 html = page(type(pl_module).__name__, self.history, folder, how, trainer.global_step)
-                write_file(folder / "report.html", lambda file: file.write(html.encode()))
+                write_file(trainer, folder / "report.html", lambda file: file.write(html.encode()))
             print(self.summary(type(pl_module).__name__, trainer, how), flush=True)
         except Exception as error:  # a report that fails must not fail the run
-            warn_once(type(self).__name__, f"no report: {error}")
+            warn_once(trainer, f"{type(self).__name__}: no report: {error}")
 
     def summary(self, title: str, trainer: L.Trainer, how: str) -> str:
         """The text printed at the end."""

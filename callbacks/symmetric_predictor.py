@@ -16,7 +16,7 @@ class SymmetricPredictor(PredictorAction):
     or decays more.
 
     Args:
-        predictor: dotted path of a predictor with one square linear layer.
+        predictor: Dotted path of a predictor with one square linear layer.
     """
 
     def __init__(self, predictor: str = "predictor") -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import combinations
+from typing import Any
 
-import lightning.pytorch as L
+import torch
 from torch import Tensor
 
-from lightning_ssl.callbacks._ranks import is_distributed
-from lightning_ssl.callbacks._watcher import FeatureWatcher
-from lightning_ssl.metrics import Alignment, Uniformity
+from lightning_ssl.callbacks._engine.layout import Layout
+from lightning_ssl.callbacks._engine.pair import Pairing
+from lightning_ssl.callbacks.diagnostic import Quantity
+from lightning_ssl.callbacks.watcher import Watcher
+from lightning_ssl.functional import alignment, uniformity
 
 
-class UniformityAlignment(FeatureWatcher):
+class UniformityAlignment(Watcher):
     r"""Logs where the features lie on the sphere (RAFT Defs 2.1-2.2).
 
     ``train/alignment`` is :math:`E \|\hat x - \hat y\|^\alpha` over the two views of a sample (over all pairs of views
@@ -21,15 +25,44 @@ class UniformityAlignment(FeatureWatcher):
     alignment only where a step shows two views.
 
     Args:
-        features: dotted path of the submodule whose outputs are the features.
-        alpha: alignment's exponent.
-        t: uniformity's inverse width.
-        views: how many views a step holds, where calls and batch size do not tell.
-        every_n_steps: log every that many training steps, the first included.
-        every_n_epochs: log the first step of every that many epochs.
-        held_out: log validation and test features as well.
-        name: keeps several instances apart: ``train/<name>/uniformity``.
+        features: Dotted path of the submodule whose outputs are the features.
+        alpha: Alignment's exponent.
+        t: Uniformity's inverse width.
+        views: How many views of a sample a step holds; by default as the calls and the batch show.
+        every_n_steps: Log every n-th training step, the first included.
+        every_n_epochs: Log the first step of every n-th epoch.
+        held_out: Log validation and test features as well.
+        name: Keeps several instances apart: ``train/<name>/uniformity``.
+        pairing: How views lie: "calls", "blocked", "interleaved", or a function; see :class:`Watcher`.
+        layout: The axes of the features: "NCHW", "NHWC", "NLC", "NCL", "LNC", or a function; see :class:`Watcher`.
+        target: Dotted path of the target network's twin of `features`, for the second view of an online network that
+            sees one view only.
+
+    Example:
+        >>> watch = UniformityAlignment("projection_head", every_n_steps=10)
     """
+
+    quantities = (
+        Quantity(
+            "*/uniformity",
+            "uniformity (0 = collapsed)",
+            "How evenly features cover the sphere: 0 when all are one point, lower is more even.",
+            better="lower",
+            healthy="below -1 and falling, or level",
+            form="{:.2f}",
+            headline=True,
+        ),
+        Quantity(
+            "*/alignment",
+            "alignment of views",
+            "The squared distance between views of one sample; near 0 together with uniformity near 0 is collapse.",
+            better="lower",
+            healthy="well below 2, above 0",
+            form="{:.3f}",
+            headline=True,
+        ),
+    )
+    paired = True
 
     def __init__(
         self,
@@ -39,33 +72,21 @@ class UniformityAlignment(FeatureWatcher):
         views: int | None = None,
         every_n_steps: int | None = 50,
         every_n_epochs: int | None = None,
-        held_out: bool = True,
+        held_out: bool | Mapping[str, Any] = True,
         name: str | None = None,
+        pairing: Pairing | None = None,
+        layout: Layout | None = None,
+        target: str | None = None,
     ) -> None:
-        super().__init__(features, views, every_n_steps, every_n_epochs, held_out, name)
+        super().__init__(features, views, pairing, layout, target, every_n_steps, every_n_epochs, held_out, name)
+        for argument, value in (("alpha", alpha), ("t", t)):
+            if not value > 0:
+                raise ValueError(f"`{argument}` must be positive, got {value}")
         self.alpha, self.t = alpha, t
-        Alignment(alpha=alpha), Uniformity(t=t)  # refuse bad values here and now
 
-    def reset(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._synced, self._device = is_distributed(trainer), pl_module.device
-        self._alignment = Alignment(alpha=self.alpha, sync_on_compute=self._synced).to(self._device)
-        self._uniformity: list[Uniformity] = []
-
-    def take(self, views: list[Tensor]) -> None:
-        self._expect(len(views))
-        for metric, view in zip(self._uniformity, views, strict=True):
-            metric.update(view)
-        for first, second in combinations(views, 2):
-            self._alignment.update(first, second)
-
-    def _expect(self, views: int) -> None:
-        """One uniformity for each view, on a rank that saw none as well."""
-        while len(self._uniformity) < views:
-            self._uniformity.append(Uniformity(t=self.t, sync_on_compute=self._synced).to(self._device))
-
-    def compute(self, trainer: L.Trainer, pl_module: L.LightningModule, views: int, stage: str) -> dict[str, float]:
-        self._expect(views)
-        values = {self.key(stage, "uniformity"): sum(float(metric.compute()) for metric in self._uniformity) / views}
-        if views > 1:
-            values[self.key(stage, "alignment")] = float(self._alignment.compute())
+    def measure(self, rows: Tensor) -> dict[str, Tensor | float]:
+        views = rows.unbind(dim=1)
+        values: dict[str, Tensor | float] = {"uniformity": torch.stack([uniformity(x, self.t) for x in views]).mean()}
+        if pairs := list(combinations(views, 2)):
+            values["alignment"] = torch.stack([alignment(x, y, self.alpha) for x, y in pairs]).mean()
         return values

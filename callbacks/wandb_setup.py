@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_ssl.callbacks._report import logging_step, run_dir, warn_once
+from lightning_ssl.callbacks._engine.report import logging_step, run_dir, warn_once
 
 STEP = "trainer/global_step"  # WandbLogger's x-axis
 # Known before training starts; other keys are given their summary when they are first seen.
@@ -115,7 +115,7 @@ class WandbSetup(L.Callback):
                     for logger in loggers:
                         self._log_table(logger, prefix, steps, s, p, cosines, logging_step(trainer))
             except Exception as error:  # reporting never ends a run
-                warn_once(type(self).__name__, f"no table of {file.name}: {error}")
+                warn_once(trainer, f"{type(self).__name__}: no table of {file.name}: {error}")
 
     def _log_table(
         self,

@@ -1,8 +1,9 @@
 """Every collective there is: differentiable ones, in the convention DDP expects, and one exchange of anything else.
 
-All are the identity in a single process. Backward sums the gradient over ranks: what arrives is the derivative of the sum of all ranks' losses. As DDP then
-averages parameter gradients, training follows the mean of the ranks' losses. So each rank returns either the loss of
-the whole batch (computed from gathered rows), or its own rows' mean times :func:`rank_weight`.
+All are the identity in a single process. The differentiable ones sum the gradient over ranks: what arrives is the
+derivative of the sum of all ranks' losses. As DDP then averages parameter gradients, training follows the mean of the
+ranks' losses. So each rank returns either the loss of the whole batch (computed from gathered rows), or its own rows'
+mean times :func:`rank_weight`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def exchange(
     """Give every rank every rank's value: one exchange of sizes and one of bytes, whatever each of them holds.
 
     Args:
-        value: Tensors of any shape and type in nested dicts, lists and tuples, with plain Python data beside them.
+        value: Tensors of any shape and type in nested dicts and lists, with plain Python data beside them.
         device: Where the tensors of the result are, and what the process group talks through.
         problem: What kept this rank from making its value; it is then raised on all ranks.
         group: The process group; by default all ranks.
@@ -194,8 +195,9 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
         return _Slot(len(tensors) - 1)
     if isinstance(value, dict):
         return {key: _take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, _Slot):
-        return [_take_out(item, tensors) for item in value]
+    if isinstance(value, (list, tuple)):
+        items = [_take_out(item, tensors) for item in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
     return value
 
 

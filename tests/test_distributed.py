@@ -11,7 +11,12 @@ from tests.ddp import run_ranks
 
 def value_of(rank):
     rows = torch.arange(3 * rank, dtype=torch.float64).view(rank, 3)
-    return {"rows": rows, "half": [torch.full((2, 2), rank, dtype=torch.bfloat16)], "flag": torch.tensor(rank > 0), "n": rank}
+    return {
+        "rows": rows,
+        "half": [torch.full((2, 2), rank, dtype=torch.bfloat16)],
+        "flag": torch.tensor(rank > 0),
+        "n": rank,
+    }
 
 
 def send(rank, world_size, broken):

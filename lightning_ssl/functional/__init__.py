@@ -13,7 +13,13 @@ from lightning_ssl.functional.losses import (
     soft_triplet_loss,
     squared_distance,
 )
-from lightning_ssl.functional.moments import correlation_loss, error_rate_bound, generalization_bound, second_moment
+from lightning_ssl.functional.moments import (
+    correlation_loss,
+    correlation_matrix,
+    error_rate_bound,
+    generalization_bound,
+    second_moment,
+)
 from lightning_ssl.functional.predictor import (
     asymmetry,
     balance_residual,
@@ -22,6 +28,7 @@ from lightning_ssl.functional.predictor import (
     effective_predictor,
     eigenspace_alignment,
     optimal_predictor,
+    predictor_values,
 )
 from lightning_ssl.functional.probes import fit_linear_probe, knn_predict
 from lightning_ssl.functional.spread import spread
@@ -34,6 +41,7 @@ __all__ = [
     "byol_loss",
     "commutator_norm",
     "correlation_loss",
+    "correlation_matrix",
     "covariance_operator",
     "covariance_operator_norms",
     "cross_model_loss",
@@ -49,6 +57,7 @@ __all__ = [
     "knn_predict",
     "optimal_predictor",
     "pair_weight",
+    "predictor_values",
     "principal_plane",
     "second_moment",
     "simple_contrastive_loss",

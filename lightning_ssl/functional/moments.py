@@ -49,6 +49,21 @@ def correlation_loss(x: Tensor, unbiased: bool = False) -> Tensor:
     return _correlation_loss_of_moment(second_moment(x), x.shape[0] if unbiased else None)
 
 
+def correlation_matrix(x: Tensor, most: int | None = None) -> Tensor:
+    r"""Lambda, the second moment of rows scaled to norm :math:`\sqrt d`, of all features or the first `most`.
+
+    Args:
+        x: Features, ``[N, d]``; rows are rescaled.
+        most: How many features to show.
+
+    Example:
+        >>> correlation_matrix(torch.eye(2))
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    return second_moment((_unit_rows(x, "x") * math.sqrt(x.shape[1]))[:, :most])
+
+
 def _correlation_loss_of_moment(moment: Tensor, unbiased_rows: Tensor | int | None = None) -> Tensor:
     """L_cor from Lambda (trace d), with the bias of `unbiased_rows` rows removed."""
     dim = moment.shape[0]

@@ -42,6 +42,33 @@ def eigenspace_alignment(F: Tensor, W: Tensor) -> EigenspaceAlignmentResult:
     return EigenspaceAlignmentResult(values, predictor_values, cosines)
 
 
+def predictor_values(F: Tensor, W: Tensor) -> dict[str, Tensor]:
+    """All that is said of a predictor W and the second moment F of its inputs, by name.
+
+    The fields of :func:`eigenspace_alignment`, the mean of the cosines (``cosine_mean``) and their mean weighted by
+    the eigenvalues (``cosine_weighted``), :func:`commutator_norm`, :func:`asymmetry`, and the smallest eigenvalue of
+    W's symmetric part (``smallest_symmetric_value``).
+
+    Args:
+        F: The second moment of the predictor's inputs, symmetric ``[d, d]``.
+        W: The predictor, ``[d, d]``.
+
+    Example:
+        >>> float(predictor_values(torch.eye(2), 3 * torch.eye(2))["cosine_weighted"])
+        1.0
+    """
+    found = eigenspace_alignment(F, W)
+    s = found.eigenvalues.clamp_min(0)
+    return {
+        **found._asdict(),
+        "cosine_mean": found.cosines.mean(),
+        "cosine_weighted": (found.cosines * s).sum() / s.sum().clamp_min(torch.finfo(s.dtype).tiny),
+        "commutator_norm": commutator_norm(F, W),
+        "asymmetry": asymmetry(W),
+        "smallest_symmetric_value": torch.linalg.eigvalsh((W + W.T) / 2)[0],
+    }
+
+
 def commutator_norm(F: Tensor, W: Tensor) -> Tensor:
     r"""The relative commutator :math:`\|FW - WF\|_F / (\|F\|_F \|W\|_F)` (DirectPred Sec. 3.1); 0 when they commute.
 

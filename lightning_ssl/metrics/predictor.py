@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssl.functional._checks import check_rows, check_square
-from lightning_ssl.functional.predictor import (
-    _effective_predictor_of_moments,
-    asymmetry,
-    commutator_norm,
-    eigenspace_alignment,
-)
+from lightning_ssl.functional.predictor import _effective_predictor_of_moments, predictor_values
 from lightning_ssl.metrics._base import ReducedMetric
 
 
@@ -83,18 +78,7 @@ class EigenspaceAlignment(ReducedMetric):
 
     def compute(self) -> dict[str, Tensor]:
         self._check_updated(self.count)
-        F = self.xx / self.count
-        W = self._predictor()
-        values = eigenspace_alignment(F, W)
-        s = values.eigenvalues.clamp_min(0)
-        return {
-            **values._asdict(),
-            "cosine_mean": values.cosines.mean(),
-            "cosine_weighted": (values.cosines * s).sum() / s.sum().clamp_min(torch.finfo(s.dtype).tiny),
-            "commutator_norm": commutator_norm(F, W),
-            "asymmetry": asymmetry(W),
-            "smallest_symmetric_value": torch.linalg.eigvalsh((W + W.T) / 2)[0],
-        }
+        return predictor_values(self.xx / self.count, self._predictor())
 
     def _predictor(self) -> Tensor:
         if int(self.weights):

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
-from lightning_ssl.callbacks._report import warn_once
+from lightning_ssl.callbacks._engine.report import warn_once
 
 
 class ResumableCSVLogger(CSVLogger):
@@ -117,6 +117,6 @@ def _guarded(logger: Any, name: str, call: Callable[..., Any]) -> Callable[..., 
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            warn_once(type(logger).__name__, f"{name} failed, training goes on: ", error)
+            warn_once(logger, f"{type(logger).__name__}: {name} failed, training goes on: ", error)
 
     return guarded

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
-from lightning_ssl.callbacks._report import run_dir
+from lightning_ssl.callbacks._engine.report import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger

@@ -12,7 +12,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_ssl.callbacks import KNNProbe, LinearProbe
-from lightning_ssl.callbacks._probe import evaluation_mode, shard
+from lightning_ssl.callbacks._engine.replay import evaluation_mode
+from lightning_ssl.callbacks.probe import shard
 from tests.callbacks import strangers
 from tests.callbacks.harness import History, ddp_trainer, trainer
 from tests.ddp import run_ranks

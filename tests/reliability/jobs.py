@@ -107,7 +107,9 @@ def start(
 ) -> Any:
     """The process of a run."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_ssl.runs.run", "sklearn.datasets", "matplotlib.figure", "scipy.optimize"])
+    context.set_forkserver_preload(
+        ["lightning_ssl.runs.run", "sklearn.datasets", "matplotlib.figure", "scipy.optimize"]
+    )
     process = context.Process(target=_main, args=(str(folder), args, kill, environment or {}))
     process.start()
     return process
@@ -142,8 +144,8 @@ PLACES = {
     "step": ("lightning_ssl.methods.base", "Method", "_weighted_losses"),
     "optimizer": ("lightning_ssl.methods.base", "Method", "_on_optimizer_stepped"),
     "validation": ("lightning_ssl.methods.base", "Method", "_log_held_out"),
-    "probe": ("lightning_ssl.callbacks._probe", "Probe", "_embed"),
-    "watch": ("lightning_ssl.callbacks._watcher", "Watcher", "_observe"),
+    "probe": ("lightning_ssl.callbacks.probe", "Probe", "_embed"),
+    "watch": ("lightning_ssl.callbacks.watcher", "Watcher", "_look"),
     "checkpoint": ("lightning_ssl.runs.checkpoint", "os", "fsync"),
     "rename": ("lightning_ssl.runs.checkpoint", "os", "replace"),
     "log": ("lightning_ssl.runs.loggers", "_Writer", "save"),

@@ -10,23 +10,26 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-_warned: set[tuple[str, str]] = set()
+from lightning_ssl.callbacks._engine.places import is_a
+
+_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
-def warn_once(who: str, message: str, detail: object = "") -> None:
-    """Warn on rank 0, once for each message of one callback, with the detail of its first time."""
-    if (who, message) not in _warned:
-        _warned.add((who, message))
-        rank_zero_warn(f"{who}: {message}{detail}")
+def warn_once(owner: Any, message: str, detail: object = "") -> None:
+    """Warn on rank 0, once for each message of one owner (a trainer, a logger), with the detail of its first time."""
+    told = _warned.setdefault(owner, set())
+    if message not in told:
+        told.add(message)
+        rank_zero_warn(f"{message}{detail}")
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -65,7 +68,7 @@ def run_dir(trainer: Trainer) -> Path | None:
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         return None
     first = trainer.loggers[0] if trainer.loggers else None
-    if first is None or isinstance(first, (CSVLogger, TensorBoardLogger)):
+    if first is None or is_a(first, "CSVLogger") or is_a(first, "TensorBoardLogger"):
         return Path(trainer.log_dir or trainer.default_root_dir)
     # `trainer.log_dir` of other loggers is shared by all runs: keep them apart as ModelCheckpoint does.
     folder = os.path.join(str(first.save_dir or trainer.default_root_dir), str(first.name), str(first.version))
@@ -79,18 +82,19 @@ def log_figure(trainer: Trainer, folder: Path | None, key: str, draw: Callable[[
     try:
         figure = draw()
     except Exception as error:
-        warn_once(key, "the picture could not be drawn: ", error)
+        warn_once(trainer, f"{key}: the picture could not be drawn: ", error)
         return
     if folder is not None:
-        write_file(folder / "pictures" / key / f"step_{step:08d}.png", lambda f: figure.savefig(f, format="png"))
+        path = folder / "pictures" / key / f"step_{step:08d}.png"
+        write_file(trainer, path, lambda f: figure.savefig(f, format="png"))
     for logger in trainer.loggers:
         if hasattr(type(logger), "log_image"):  # W&B
             _guarded(logger, "log_image", partial(_log_image, logger, key, figure, step))
-        elif isinstance(logger, TensorBoardLogger):
+        elif is_a(logger, "TensorBoardLogger"):
             _guarded(logger, "add_figure", partial(_add_figure, logger, key, figure, step))
 
 
-def _add_figure(logger: TensorBoardLogger, key: str, figure: Figure, step: int) -> None:
+def _add_figure(logger: Any, key: str, figure: Figure, step: int) -> None:
     logger.experiment.add_figure(key, figure, step)
 
 
@@ -101,7 +105,7 @@ def _log_image(logger: Any, key: str, figure: Figure, step: int) -> None:
         logger.log_image(key, [image.convert("RGB")], step=step)
 
 
-def write_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+def write_file(trainer: Trainer, path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write a file so that a reader, or a killed run, never sees half of it; a full disk is a warning."""
     temporary = ""
     try:
@@ -116,14 +120,14 @@ def write_file(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     except Exception as error:
         if temporary and os.path.exists(temporary):
             os.unlink(temporary)
-        warn_once(str(path.parent), "could not write files: ", error)
+        warn_once(trainer, f"{path.parent}: could not write files: ", error)
 
 
 def _guarded(logger: Any, what: str, call: Callable[[], Any]) -> None:
     try:
         call()
     except Exception as error:
-        warn_once(type(logger).__name__, f"{what} failed, training goes on: ", error)
+        warn_once(logger, f"{type(logger).__name__}: {what} failed, training goes on: ", error)
 
 
 def _scalar(value: float) -> Tensor:

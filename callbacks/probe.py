@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_ssl.callbacks._capture import as_rows, first_tensor, silence
-from lightning_ssl.callbacks._places import check_path, find_module
-from lightning_ssl.callbacks._ranks import agree, gather_rows, is_distributed, refuse_sharded
-from lightning_ssl.callbacks._report import log_epoch, log_for_callbacks, log_now, logging_step, warn_once
-from lightning_ssl.callbacks._watcher import _all_ranks_evaluate, check_interval, undisturbed
+from lightning_ssl.callbacks._engine.layout import (
+    Layout,
+    Layouts,
+    check_layout,
+    puts_sequences_first,
+    rows_of,
+    settle,
+)
+from lightning_ssl.callbacks._engine.places import check_path, find_module, is_a, overrides
+from lightning_ssl.callbacks._engine.ranks import all_ranks_evaluate, ranks_of
+from lightning_ssl.callbacks._engine.record import copied, first_tensor, silence
+from lightning_ssl.callbacks._engine.replay import evaluation_mode
+from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now, logging_step
+from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
+from lightning_ssl.callbacks.watcher import undisturbed
+from lightning_ssl.distributed import agree, exchange
 
 ProbeLoaders = Sequence[Any]  # of two DataLoaders
 
@@ -33,68 +44,72 @@ class Features(NamedTuple):
     labels: Tensor
 
 
-class Probe(L.Callback):
-    """A callback that embeds a labelled dataset now and then and says what the features are worth.
+class Probe(Diagnostic):
+    """Embeds a labelled dataset now and then, on all ranks, and says what the features are worth.
+
+    A subclass defines :meth:`evaluate`. Batches go through the same transfer hooks as in training (a module that
+    normalises on the device does so here too), with the trainer in validation.
 
     Args:
-        encoder: dotted path of the submodule to evaluate.
-        data: a DataModule with `probe_dataloaders`, or a pair of train and test DataLoaders or Datasets that yield
+        encoder: Dotted path of the submodule that the images, tokens or series enter.
+        data: A DataModule with `probe_dataloaders`, or a pair of train and test DataLoaders or Datasets that yield
             clean images with labels; by default the trainer's DataModule. Loaders are cut into one shard a rank here.
-        num_classes: by default the DataModule's, or as many as the labels name.
-        every_n_epochs: probe at the end of every that many epochs and of the last.
-        every_n_steps: probe before every that many training steps as well.
-        baseline: probe before training, too.
-        name: keeps several instances apart: ``val/<name>/...``.
+        num_classes: By default the DataModule's, or as many as the labels name.
+        every_n_epochs: Probe at the end of every n-th epoch and of the last.
+        every_n_steps: Probe before every n-th training step as well.
+        baseline: Probe before training, too.
+        name: Keeps several instances apart: ``val/<name>/...``.
+        features: Dotted path of a part of the encoder whose output counts; by default the encoder's own.
+        layout: The axes of the features; see :class:`Watcher`.
+
+    Example:
+        >>> class ClassSizes(Probe):
+        ...     def evaluate(self, train, test, num_classes, trainer):
+        ...         return {"largest_class": train.labels.bincount().max()}
+        >>> probe = ClassSizes("backbone")  # logs val/largest_class
     """
 
     def __init__(
         self,
-        encoder: str,
-        data: L.LightningDataModule | ProbeLoaders | None,
-        num_classes: int | None,
-        every_n_epochs: int | None,
-        every_n_steps: int | None,
-        baseline: bool,
-        name: str | None,
+        encoder: str = "backbone",
+        data: L.LightningDataModule | ProbeLoaders | None = None,
+        num_classes: int | None = None,
+        every_n_epochs: int | None = 1,
+        every_n_steps: int | None = None,
+        baseline: bool = True,
+        name: str | None = None,
+        features: str | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__()
-        check_interval(every_n_steps, every_n_epochs)
+        super().__init__({"encoder": encoder}, every_n_steps, every_n_epochs, name)
         if num_classes is not None and num_classes < 2:
             raise ValueError(f"`num_classes` must be at least 2, got {num_classes}")
+        check_layout(layout)
+        if features is not None and not f"{features}.".startswith(f"{encoder}."):
+            raise ValueError(f"`features` must lie inside encoder={encoder!r}, got {features!r}")
+        if features is not None:
+            self.places["features"] = features
         self.encoder, self.data, self.num_classes = encoder, data, num_classes
-        self.every_n_epochs, self.every_n_steps = every_n_epochs, every_n_steps
-        self.baseline, self.name = baseline, name
-        self._label = name
-        self._last_step: int | None = None
-        self._last_epoch: int | None = None
+        self.features, self.layout, self.baseline = features, layout, baseline
+        self._layout: str | None = None
 
-    def evaluate(self, train: Features, test: Features, num_classes: int, trainer: L.Trainer) -> dict[str, float]:
+    def evaluate(
+        self, train: Features, test: Features, num_classes: int, trainer: L.Trainer
+    ) -> Mapping[str, Tensor | float]:
         """The values to log, from whole splits that are the same on all ranks; may use collectives."""
         raise NotImplementedError
 
-    # Names and state -----------------------------------------------------------------------------------------------
-
-    @property
-    def state_key(self) -> str:
-        return self._generate_state_key(encoder=self.encoder, name=self.name)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last_step": self._last_step, "last_epoch": self._last_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._last_step, self._last_epoch = state_dict["last_step"], state_dict["last_epoch"]
+    # Life -------------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        refuse_sharded(trainer, self)
-        check_path(pl_module, self.encoder, "encoder")
-        self._label = self.name
-        twins = [other for other in trainer.callbacks if type(other) is type(self) and other.name == self.name]  # type: ignore[attr-defined]
-        if len(twins) > 1:
-            if self.name is not None or any(o is not self and o.encoder == self.encoder for o in twins):  # type: ignore[attr-defined]
-                raise MisconfigurationException(
-                    f"two {type(self).__name__} callbacks would log under the same keys; give each its own `name=`"
-                )
-            self._label = self.encoder
+        super().setup(trainer, pl_module, stage)
+        encoder = check_path(pl_module, self.encoder, "encoder")
+        if encoder is not None and not any(True for _ in encoder.parameters()):
+            raise MisconfigurationException(
+                f"`encoder` names {self.encoder!r} ({type(encoder).__name__}), which has no weights: images would pass "
+                f"through it as they are; name the network that images enter as `encoder=`, and this part of it as "
+                f"`features={self.encoder!r}`"
+            )
         if stage in ("fit", "validate", "test"):
             self._check_data(trainer)
 
@@ -106,12 +121,12 @@ class Probe(L.Callback):
                 with isolate_rng():
                     batch = next(iter(_one_sample(loader)), None)
                 if batch is not None:
-                    image_and_label(batch, split)
-                elif not is_distributed(trainer):
+                    inputs_and_label(batch, split)
+                elif ranks_of(trainer) == 1:
                     problem = f"the probe's {split} set is empty; pass `data=` with samples"
         except (MisconfigurationException, ValueError) as error:
             problem = str(error)
-        if not agree(trainer, not problem)[0]:
+        if not self._agree(trainer, not problem):
             raise MisconfigurationException(f"{self._who}: {problem or 'another rank could not read the probe data'}")
 
     # When ----------------------------------------------------------------------------------------------------------
@@ -126,8 +141,8 @@ class Probe(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        n, step = self.every_n_steps, logging_step(trainer)
-        if n is not None and (self._last_step is None or step // n > self._last_step // n):
+        step = logging_step(trainer)
+        if self._is_due(step):
             self._last_step = step
             values = self._probe(trainer, pl_module, "val")
             log_for_callbacks(pl_module, values)
@@ -136,7 +151,7 @@ class Probe(L.Callback):
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "validate":
             log_epoch(pl_module, self._probe(trainer, pl_module, "val"))
-        elif not trainer.sanity_checking and trainer.is_last_batch and _all_ranks_evaluate(trainer, pl_module):
+        elif not trainer.sanity_checking and trainer.is_last_batch and all_ranks_evaluate(trainer, pl_module):
             # With the epoch's validation, so that a checkpoint can be chosen by these values.
             self._end_of_epoch(trainer, pl_module)
 
@@ -156,61 +171,97 @@ class Probe(L.Callback):
 
     # What ----------------------------------------------------------------------------------------------------------
 
-    def key(self, stage: str, quantity: str) -> str:
-        return f"{stage}/{self._label}/{quantity}" if self._label else f"{stage}/{quantity}"
-
     def _probe(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> dict[str, float]:
-        encoder = find_module(pl_module, self.encoder, "encoder")
-        with undisturbed(pl_module.device), isolate_rng(), evaluation_mode(encoder), silence():
+        with undisturbed(pl_module.device), isolate_rng(), evaluation_mode(pl_module), silence(), validating(trainer):
             train_loader, test_loader = self._loaders(trainer)
-            train = self._embed(trainer, pl_module, encoder, train_loader, "train")
-            test = None if train is None else self._embed(trainer, pl_module, encoder, test_loader, "test")
+            train = self._embed(trainer, pl_module, train_loader, "train")
+            test = None if train is None else self._embed(trainer, pl_module, test_loader, "test")
             if train is None or test is None:
                 return {}
             num_classes = self._num_classes(trainer, train, test)
             try:
                 values = self.evaluate(train, test, num_classes, trainer)
             except (ValueError, torch.linalg.LinAlgError) as error:  # rows are the same on all ranks: so is this
-                warn_once(self._who, "a probe failed, training goes on: ", f"step {logging_step(trainer)}, {error}")
+                self._failed(trainer, error)
                 return {}
-        return {self.key(stage, quantity): float(value) for quantity, value in values.items()}
+            return as_floats({self.key(stage, quantity): value for quantity, value in values.items()})
 
-    def _embed(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, encoder: nn.Module, loader: Any, split: str
-    ) -> Features | None:
+    def _failed(self, trainer: L.Trainer, error: object) -> None:
+        self.warn("a probe failed, training goes on: ", f"step {logging_step(trainer)}, {error}")
+
+    def _agree(self, trainer: L.Trainer, ok: bool) -> bool:
+        return agree(ok, device=trainer.strategy.root_device)[0] if ranks_of(trainer) > 1 else ok
+
+    def _embed(self, trainer: L.Trainer, pl_module: L.LightningModule, loader: Any, split: str) -> Features | None:
         """Collective: every rank embeds its shard, all of them get all rows."""
         problem: Exception | None = None
-        pieces: list[tuple[Tensor, Tensor, Tensor]] = []
-        precision = trainer.precision_plugin
+        mine: dict[str, Tensor] = {}
         try:
-            for batch, positions in shard(trainer, loader):
-                image, label = image_and_label(batch, split)
-                image = precision.convert_input(move_data_to_device(image, pl_module.device))
-                with precision.forward_context():
-                    output = first_tensor(encoder(image))
-                if output is None:
-                    raise ValueError(f"`encoder={self.encoder!r}` returned no features for a batch of images")
-                rows = as_rows(output).float()
-                label = label.to(rows.device)
-                keep = label >= 0  # -1 marks samples without a label
-                pieces.append((rows[keep], label[keep], positions.to(rows.device)[keep]))
+            pieces = [
+                (rows[label >= 0], label[label >= 0], positions[label >= 0])  # -1 marks samples without a label
+                for rows, label, positions in self._pieces(trainer, pl_module, loader, split)
+            ]
+            if pieces:
+                columns = (torch.cat(column) for column in zip(*pieces, strict=True))
+                mine = dict(zip(("rows", "labels", "index"), columns, strict=True))
         except Exception as error:
             problem = error
-        if not agree(trainer, problem is None)[0]:
-            if isinstance(problem, MisconfigurationException):
+        try:
+            if ranks_of(trainer) > 1:
+                parts = [part for part in exchange(mine, pl_module.device, problem) if part]
+            elif problem is not None:
                 raise problem
-            detail = f"step {logging_step(trainer)}, {problem or 'on another rank'}"
-            warn_once(self._who, "a probe failed, training goes on: ", detail)
+            else:
+                parts = [mine] if mine else []
+        except torch.distributed.DistError:
+            raise
+        except Exception as error:
+            self._failed(trainer, error)
             return None
-        columns = [torch.cat(column) for column in zip(*pieces, strict=True)] if pieces else [None] * 3
-        rows, labels, index = (gather_rows(trainer, column) for column in columns)
-        if rows is None or labels is None or index is None or not len(rows):
+        if not parts or not sum(len(part["rows"]) for part in parts):
             raise MisconfigurationException(f"{self._who}: the probe's {split} set holds no labelled samples")
+        rows, labels, index = (torch.cat([part[name] for part in parts]) for name in ("rows", "labels", "index"))
         order = index.argsort(stable=True)
         first = torch.ones_like(order, dtype=torch.bool)
         first[1:] = index[order][1:] != index[order][:-1]  # a sampler's padding repeats samples
         order = order[first]
         return Features(rows[order], labels[order])
+
+    def _pieces(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loader: Any, split: str
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """This rank's rows, labels and positions, batch by batch."""
+        encoder, precision = find_module(pl_module, self.encoder, "encoder"), trainer.precision_plugin
+        exit_at = find_module(pl_module, self.features or self.encoder, "features")
+        holder = self.data if is_a(self.data, "LightningDataModule") else getattr(trainer, "datamodule", None)
+        for batch, positions in shard(trainer, loader):
+            moved = transferred(batch, pl_module, holder, precision.convert_input)
+            inputs, label = inputs_and_label(moved, split)
+            layouts, left = Layouts(), []
+            handles = layouts.follow(encoder) if self._layout is None else []
+            handles.append(exit_at.register_forward_hook(partial(_keep, left, layouts)))
+            try:
+                with precision.forward_context():
+                    encoder(**inputs) if isinstance(inputs, Mapping) else encoder(inputs)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            if not left:
+                raise ValueError(f"`features={self.features!r}` was not called when {self.encoder!r} ran")
+            rows = self._rows(*left[-1], len(label), pl_module).float()
+            if len(rows) != len(label):
+                raise ValueError(f"{len(rows)} rows of features for {len(label)} labels; pass `layout=`")
+            yield rows, label.to(rows.device), positions.to(rows.device)
+
+    def _rows(self, output: Any, seen: str | None, samples: int, pl_module: L.LightningModule) -> Tensor:
+        if callable(self.layout):
+            return self.layout(output)
+        x = first_tensor(output)
+        if x is None:
+            raise ValueError(f"`encoder={self.encoder!r}` returned no features for a batch of images")
+        if self._layout is None or len(self._layout) != max(2, x.ndim):
+            self._layout = self.layout or settle(x, seen, [samples], puts_sequences_first(pl_module))
+        return rows_of(x, self._layout)
 
     def _num_classes(self, trainer: L.Trainer, train: Features, test: Features) -> int:
         if len(train.labels.unique()) < 2:
@@ -218,7 +269,7 @@ class Probe(L.Callback):
                 f"{self._who}: the probe's train set holds one class only (label {int(train.labels[0])}); "
                 "a probe needs at least two"
             )
-        source = self.data if isinstance(self.data, L.LightningDataModule) else None
+        source = self.data if is_a(self.data, "LightningDataModule") else None
         source = source or (trainer.datamodule if self.data is None else None)  # type: ignore[attr-defined]
         largest = int(max(train.labels.max(), test.labels.max())) + 1
         known = self.num_classes or getattr(source, "num_classes", None) or largest
@@ -230,7 +281,7 @@ class Probe(L.Callback):
 
     def _loaders(self, trainer: L.Trainer) -> ProbeLoaders:
         data = self.data if self.data is not None else getattr(trainer, "datamodule", None)
-        if isinstance(data, L.LightningDataModule):
+        if is_a(data, "LightningDataModule"):
             if not hasattr(data, "probe_dataloaders"):
                 raise MisconfigurationException(
                     f"`data`: {type(data).__name__} has no `probe_dataloaders()`, which returns train and test loaders "
@@ -260,13 +311,9 @@ class Probe(L.Callback):
                 data.prepare_data()
             except Exception as error:
                 problem = error
-        if not agree(trainer, problem is None)[0]:
+        if not self._agree(trainer, problem is None):
             raise MisconfigurationException(f"{self._who}: the probe data cannot be had: {problem or 'see rank 0'}")
         data.setup("fit")
-
-    @property
-    def _who(self) -> str:
-        return f"{type(self).__name__}(encoder={self.encoder!r})"
 
 
 class _Sharded:
@@ -285,14 +332,14 @@ def shard(trainer: L.Trainer, loader: Any) -> Iterator[tuple[Any, Tensor]]:
         for batch in _limited(loader.loader, limit):
             index = batch_index(batch)
             if index is None:
-                size = len(image_and_label(batch, "probe")[1])
+                size = len(inputs_and_label(batch, "probe")[1])
                 index = rank + world_size * torch.arange(seen, seen + size)
                 seen += size
             yield batch, index
     elif not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         seen = 0
         for number, batch in enumerate(_limited(loader, limit)):  # the same stream on all ranks: take turns
-            size = len(image_and_label(batch, "probe")[1])
+            size = len(inputs_and_label(batch, "probe")[1])
             if number % world_size == rank:
                 yield batch, torch.arange(seen, seen + size)
             seen += size
@@ -338,28 +385,34 @@ def _one_sample(loader: Any) -> Any:
     return loader.loader if isinstance(loader, _Sharded) else loader
 
 
-def image_and_label(batch: Any, split: str) -> tuple[Tensor, Tensor]:
-    """The clean image [N, ...] and label [N] of a probe batch: the first two of a tuple, or a dict's by name."""
-    image: Any = None
+def inputs_and_label(batch: Any, split: str) -> tuple[Tensor | dict[str, Any], Tensor]:
+    """What enters the encoder, and the labels [N]: the first two of a tuple, or a dict's by name.
+
+    A dict without an image (token ids, say) enters as keyword arguments, without its labels.
+    """
+    inputs: Any = None
     label: Any = None
     if isinstance(batch, Mapping):
-        image = next((batch[key] for key in _IMAGE_KEYS if key in batch), None)
         label = next((batch[key] for key in _LABEL_KEYS if key in batch), None)
+        inputs = next((batch[key] for key in _IMAGE_KEYS if key in batch), None)
+        if inputs is None:
+            inputs = {key: value for key, value in batch.items() if key not in (*_LABEL_KEYS, "index")}
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        image, label = batch[0], batch[1]
-    if isinstance(image, (tuple, list)) and len(image) == 1:
-        image = image[0]
-    if not isinstance(image, Tensor) or not image.is_floating_point():
+        inputs, label = batch[0], batch[1]
+    if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
+        inputs = inputs[0]
+    first = first_tensor(inputs, floating=False) if isinstance(inputs, (Tensor, Mapping)) else None
+    if first is None or not first.ndim:
         raise MisconfigurationException(
             f"the probe's {split} loader must yield (image, label) or a dict with both, one clean image tensor a "
             f"batch; got {_describe(batch)}"
         )
-    if not isinstance(label, Tensor) or label.is_floating_point() or label.shape != (len(image),):
+    if not isinstance(label, Tensor) or label.is_floating_point() or label.ndim != 1:
         raise MisconfigurationException(
-            f"the probe's {split} loader yields no labels: an integer tensor [{len(image)}] must follow the image; "
+            f"the probe's {split} loader yields no labels: an integer tensor [{len(first)}] must follow the image; "
             f"got {_describe(batch)}"
         )
-    return image, label
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs, label
 
 
 def batch_index(batch: Any) -> Tensor | None:
@@ -377,13 +430,30 @@ def _describe(batch: Any) -> str:
     return type(batch).__name__
 
 
+def transferred(batch: Any, pl_module: L.LightningModule, holder: Any, convert: Callable[[Any], Any]) -> Any:
+    """A batch as the network gets it: through the hooks of the DataModule or, where that has none, the module."""
+
+    def hook(name: str) -> Callable[..., Any]:
+        owner = holder if holder is not None and overrides(holder, name) else pl_module
+        return getattr(owner, name)  # type: ignore[no-any-return]
+
+    batch = hook("on_before_batch_transfer")(convert(batch), 0)
+    batch = hook("transfer_batch_to_device")(batch, pl_module.device, 0)
+    return hook("on_after_batch_transfer")(batch, 0)
+
+
 @contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a module into eval mode; afterwards every submodule is in the mode it was in."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+def validating(trainer: L.Trainer) -> Iterator[None]:
+    """Let hooks that ask the trainer find it in validation: they would augment in training."""
+    stage = trainer.state.stage
+    if stage is not None:
+        trainer.state.stage = type(stage).VALIDATING
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        trainer.state.stage = stage
+
+
+def _keep(left: list[tuple[Any, str | None]], layouts: Layouts, module: nn.Module, args: Any, output: Any) -> None:
+    first = first_tensor(output)
+    left.append((copied(output), None if first is None else layouts.of(first, module, args)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+
+LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 def find_module(pl_module: nn.Module, path: str, argument: str) -> nn.Module:
@@ -24,7 +26,7 @@ def check_path(pl_module: LightningModule, path: str, argument: str) -> nn.Modul
         raise MisconfigurationException(
             f"`{argument}` must be the dotted path of a submodule of {type(pl_module).__name__}, got {path!r}"
         )
-    later = is_overridden("setup", pl_module) or is_overridden("configure_model", pl_module)
+    later = overrides(pl_module, "setup") or overrides(pl_module, "configure_model")
     try:
         return find_module(pl_module, path, argument)
     except MisconfigurationException:
@@ -44,3 +46,14 @@ def _unknown_path(pl_module: nn.Module, path: str, argument: str) -> str:
     shown = ", ".join(shallow[:40]) + (", ..." if len(shallow) > 40 else "")
     lines.append(f"Submodules there are: {shown or 'none'}.")
     return " ".join(lines)
+
+
+def overrides(thing: Any, method: str) -> bool:
+    """Whether a class has its own form of one of Lightning's methods, whichever package it imports Lightning from."""
+    owner = next((cls for cls in type(thing).__mro__ if method in vars(cls)), None)
+    return owner is not None and not owner.__module__.startswith(LIGHTNING)
+
+
+def is_a(thing: Any, name: str) -> bool:
+    """Whether something is of one of Lightning's classes, by name: `lightning` and `pytorch_lightning` have twins."""
+    return any(cls.__name__ == name and cls.__module__.startswith(LIGHTNING) for cls in type(thing).__mro__)
