@@ -316,9 +316,8 @@ class Replay:
         self._recorded = torch.cat([part["recorded"] for part in parts])
         self._known = torch.cat([part["known"].cpu() for part in parts])
         self._constants = []
-        for path, moments, calls in ((encoder, "moments", "call"), (output, "head_moments", "head_call")):
-            if path == output and f"{output}.".startswith(f"{encoder}."):
-                continue
+        places = [(encoder, "moments", "call"), (output, "head_moments", "head_call")]
+        for path, moments, calls in places[: 1 if f"{output}.".startswith(f"{encoder}.") else 2]:
             groups = [group for part in parts for group in part[moments]]
             numbers = [number for part in parts for number in range(len(part[moments]))]
             before = [sum(len(part[moments]) for part in parts[:r]) for r in range(len(parts))]
