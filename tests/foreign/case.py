@@ -38,6 +38,7 @@ class Operator:
         declared: arguments that the callback needs.
         again: outputs of all views on the twin, for where the step itself does not show them.
         value: whether a value must come, or a warning will do.
+        samples: how many samples of the batch are used.
     """
 
     encoder: str
@@ -48,6 +49,7 @@ class Operator:
     declared: dict[str, Any] = field(default_factory=dict)
     again: Callable[[Any, Any], list[Tensor]] | None = None
     value: bool = True
+    samples: int = 5
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Case:
         needs: packages without which it is skipped.
         batch: samples a step.
         ranks: whether it trains the same at any number of ranks: no batch statistics, a loss that is a mean.
+        verdict: what the collapse monitor must say at every step.
         says: a text that some warning must hold when the case is tried without arguments.
         slow: whether it belongs to the slow suite.
     """
@@ -123,5 +126,6 @@ class Case:
     needs: Sequence[str] = ()
     batch: int = BATCH
     ranks: bool = False
+    verdict: float | None = None
     says: str = ""
     slow: bool = False

@@ -282,7 +282,8 @@ def run_again(twin: Any, snapshot: Snapshot, trainer: Any, paths: Sequence[str])
     tape.current = {}
     twin.log = twin.log_dict = lambda *args, **kwargs: None
     twin.manual_backward = lambda *args, **kwargs: None
-    twin.optimizers = lambda *args, **kwargs: [_NoOptimizer(), _NoOptimizer()]
+    pretended = [_NoOptimizer() for _ in trainer.optimizers]
+    twin.optimizers = lambda *args, **kwargs: pretended if len(pretended) > 1 else pretended[0]
     twin.trainer = trainer
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.set_rng_state(snapshot.rng)
@@ -293,7 +294,9 @@ def run_again(twin: Any, snapshot: Snapshot, trainer: Any, paths: Sequence[str])
 # Probes ---------------------------------------------------------------------------------------------------------------
 
 
-def probe_values(bank: Tensor, bank_labels: Tensor, rows: Tensor, labels: Tensor, k: int, l2: float) -> dict[str, float]:
+def probe_values(
+    bank: Tensor, bank_labels: Tensor, rows: Tensor, labels: Tensor, k: int, l2: float
+) -> dict[str, float]:
     """Accuracies on rows [N, d] of the features that the probe should see."""
     bank, rows = bank.float(), rows.float()
     ranked = functional.knn_predict(rows, bank, bank_labels, NUM_CLASSES, k, 0.1)

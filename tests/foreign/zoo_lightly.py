@@ -72,7 +72,7 @@ def simclr(package: str, online: bool = False) -> Built:
 def siamese(package: str, method: str) -> Built:
     """Two calls of backbone and head: SimCLR's older example, Barlow Twins, VICReg."""
     from lightly.loss import BarlowTwinsLoss, NTXentLoss, VICRegLoss
-    from lightly.models.modules import BarlowTwinsProjectionHead, SimCLRProjectionHead, VICRegProjectionHead
+    from lightly.models.modules.heads import BarlowTwinsProjectionHead, SimCLRProjectionHead, VICRegProjectionHead
 
     L = importlib.import_module(package)
     head, loss = {

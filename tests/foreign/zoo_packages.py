@@ -33,7 +33,14 @@ def byol_task() -> Built:
 
 def simclr_task(version: int) -> Built:
     return _task(
-        "SimCLRTask", version=version, layers=1 + version, hidden_dim=8, output_dim=6, lr=0.1, memory_bank_size=0, size=32
+        "SimCLRTask",
+        version=version,
+        layers=1 + version,
+        hidden_dim=8,
+        output_dim=6,
+        lr=0.1,
+        memory_bank_size=0,
+        size=32,
     )
 
 
@@ -79,6 +86,7 @@ TORCHGEO = [
             layout="NCHW",
             declared={"layout": "NCHW"},
             value=False,
+            samples=2,
         ),
         probed=_bands("model.backbone"),
         **{**_GEO, "batch": 4},
@@ -171,7 +179,7 @@ def around(backbone: nn.Module, width: int, size: int = 16, package: str = "ligh
         return predicted(self, *(self.projector(self.backbone(x)) for x in batch[0]))
 
     parts = {"backbone": backbone, "projector": nn.Linear(width, 6), "predictor": nn.Linear(6, 6)}
-    return Built(stranger(parts, step, package), data.pairs(shape=(3, size, size)))
+    return Built(stranger(parts, step, package, adam=True), data.pairs(shape=(3, size, size)))
 
 
 def interleaved_vit() -> Built:
@@ -180,7 +188,7 @@ def interleaved_vit() -> Built:
         return predicted(self, z[:, 0], z[:, 1])
 
     parts = {"backbone": vit(), "projector": nn.Linear(16, 6), "predictor": nn.Linear(6, 6)}
-    return Built(stranger(parts, step), data.stacked())
+    return Built(stranger(parts, step, adam=True), data.stacked())
 
 
 def hf_vit() -> Built:
@@ -200,7 +208,7 @@ def hf_vit() -> Built:
         return predicted(self, *(self.projector(features) for features in found))
 
     parts = {"backbone": ViTModel(config), "projector": nn.Linear(16, 6), "predictor": nn.Linear(6, 6)}
-    return Built(stranger(parts, step), data.pairs())
+    return Built(stranger(parts, step, adam=True), data.pairs())
 
 
 def simcse(dropout: float = 0.1) -> Built:
@@ -225,7 +233,7 @@ def simcse(dropout: float = 0.1) -> Built:
         return predicted(self, z[0::2], z[1::2])
 
     parts = {"backbone": BertModel(config), "projector": nn.Linear(16, 6), "predictor": nn.Linear(6, 6)}
-    return Built(stranger(parts, step), data.sentences())
+    return Built(stranger(parts, step, adam=True), data.sentences())
 
 
 def bert_calls() -> Built:
@@ -240,7 +248,7 @@ def bert_calls() -> Built:
         return predicted(self, *z)
 
     parts = {name: built.module.get_submodule(name) for name in ("backbone", "projector", "predictor")}
-    return Built(stranger(parts, step), built.train)
+    return Built(stranger(parts, step, adam=True), built.train)
 
 
 def _sized(size: int, encoder: str = "backbone", **kwargs: Any) -> Probed:
@@ -286,7 +294,10 @@ BACKBONES = [
         declared={"layout": "NLC"},
         bare="either",
         probed=_sized(
-            16, features="backbone.norm", declared={"layout": "NLC"}, rows=lambda m, b: m.backbone.forward_features(b[0]).mean(1)
+            16,
+            features="backbone.norm",
+            declared={"layout": "NLC"},
+            rows=lambda m, b: m.backbone.forward_features(b[0]).mean(1),
         ),
         ranks=True,
         **_TIMM,
@@ -349,7 +360,7 @@ BACKBONES = [
     Case(
         "timm_convnext",
         lambda: around(convnext(), 16, 32),
-        operator=_operator("backbone.stages.0.blocks.0.mlp.fc1", "backbone.stem.0"),
+        operator=_operator("backbone.stages.3.downsample.1", "backbone.stem.0"),
         probed=_sized(32),
         ranks=True,
         **_TIMM,
@@ -378,9 +389,7 @@ BACKBONES = [
         declared={"layout": "NLC"},
         bare="either",
         operator=_operator("backbone.layers.0.mlp.fc1"),
-        probed=_sized(
-            16, declared={"layout": "NLC"}, rows=lambda m, b: m.backbone(b[0]).last_hidden_state.mean(1)
-        ),
+        probed=_sized(16, declared={"layout": "NLC"}, rows=lambda m, b: m.backbone(b[0]).last_hidden_state.mean(1)),
         ranks=True,
         **_HF,
     ),

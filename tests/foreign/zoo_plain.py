@@ -28,7 +28,9 @@ def convolutions(norm: bool = False, dropout: float = 0.0, pool: bool = True) ->
     return nn.Sequential(*layers)
 
 
-def stranger(parts: dict[str, nn.Module], step: Callable[..., Any], package: str = LIGHTNING, **methods: Any) -> Any:
+def stranger(
+    parts: dict[str, nn.Module], step: Callable[..., Any], package: str = LIGHTNING, adam: bool = False, **methods: Any
+) -> Any:
     """A LightningModule of these parts whose training step is `step(self, batch)`."""
     base = importlib.import_module(package).LightningModule
 
@@ -36,6 +38,8 @@ def stranger(parts: dict[str, nn.Module], step: Callable[..., Any], package: str
         return step(self, batch)
 
     def configure_optimizers(self: Any) -> Any:
+        if adam:
+            return torch.optim.Adam(self.parameters(), lr=1e-3)
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
     body = {"training_step": training_step, "configure_optimizers": configure_optimizers, **methods}
@@ -499,7 +503,7 @@ CASES = [
         ),
         bare="either",
     ),
-    Case("few_rows", few_rows, batch=4, bare="either"),
+    Case("few_rows", few_rows, batch=4, bare="either", verdict=0.0),
     Case("dict_batch", dict_batch, predictor="predictor", operator=small_operator(), ranks=True),
     Case(
         "nested_outputs",
@@ -673,7 +677,12 @@ CASES = [
         bare="either",
         predictor="predictor",
         operator=Operator(
-            "backbone", "backbone", ("backbone.layers.0.linear1",), layout="LNC", declared={"layout": "LNC"}, value=False
+            "backbone",
+            "backbone",
+            ("backbone.layers.0.linear1",),
+            layout="LNC",
+            declared={"layout": "LNC"},
+            value=False,
         ),
     ),
 ]
