@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import math
+import os
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -34,6 +37,9 @@ from tests.foreign.truth import Call, Caught, Snapshot, Tape
 ARGUMENTS = ("views", "pairing", "layout", "target", "features", "encoder", "output", "layers", "held_out", "samples")
 SEED = 7
 
+_root = tempfile.mkdtemp(prefix="foreign_")
+atexit.register(shutil.rmtree, _root, ignore_errors=True)
+
 
 def build(case: Case) -> Built:
     torch.manual_seed(SEED)
@@ -44,7 +50,7 @@ def trainer(case: Case, callbacks: list[Any], logger: Any = False, **kwargs: Any
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
-        "default_root_dir": tempfile.mkdtemp(prefix="foreign_"),
+        "default_root_dir": tempfile.mkdtemp(dir=_root),
         "max_epochs": 1,
         "limit_train_batches": data.STEPS,
         "enable_checkpointing": False,
@@ -69,13 +75,17 @@ def loaders(case: Case, built: Built, rank: int = 0, ranks: int = 1) -> dict[str
     return found if built.val is None else {**found, "val_dataloaders": load(built.val)}
 
 
-def fit(case: Case, built: Built, callbacks: list[Any], logger: Any = False) -> Any:
-    run = trainer(case, callbacks, logger)
-    torch.manual_seed(SEED)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-        warnings.filterwarnings("ignore", message=".*val_dataloader.*")
-        run.fit(built.module, **loaders(case, built))
+def fit(case: Case, built: Built, callbacks: list[Any], logger: Any = False, rank: int = 0, ranks: int = 1) -> Any:
+    """Train; with several ranks on the process group that is there already."""
+    settings: dict[str, Any] = {}
+    if ranks > 1:
+        group = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": ranks, "MASTER_PORT": 29500}
+        os.environ.update({key: str(value) for key, value in group.items()}, MASTER_ADDR="localhost")
+        strategy = "ddp" if case.ranks else "ddp_find_unused_parameters_true"
+        settings = {"devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+    run = trainer(case, callbacks, logger, **settings)
+    torch.manual_seed(SEED + rank)
+    run.fit(built.module, **loaders(case, built, rank, ranks))
     return run
 
 
@@ -101,7 +111,7 @@ def history(package: str) -> Any:
     return History()
 
 
-# The run that is caught -------------------------------------------------------------------------------------------------
+# The run that is caught ----------------------------------------------------------------------------------------------
 
 
 def catch(case: Case) -> Caught:
@@ -135,7 +145,9 @@ def catch(case: Case) -> Caught:
         def on_validation_batch_end(self, *args: Any) -> None:
             tape.current = None
 
-    caught.trainer = fit(case, built, [Catch()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        caught.trainer = fit(case, built, [Catch()])
     return caught
 
 
@@ -207,7 +219,7 @@ def expected(case: Case, caught: Caught, with_target: bool = True) -> list[dict[
     return [*found, end]
 
 
-# The run that is watched ------------------------------------------------------------------------------------------------
+# The run that is watched ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -269,19 +281,12 @@ def watch(case: Case, bare: bool = False) -> Watched:
     forget_warnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = fit_loud(case, built, watchers(case, bare), log)
+        run = fit(case, built, watchers(case, bare), log)
     texts = [str(warning.message) for warning in caught]
     return Watched(log, texts, built.module, run)
 
 
-def fit_loud(case: Case, built: Built, callbacks: list[Any], logger: Any) -> Any:
-    run = trainer(case, callbacks, logger)
-    torch.manual_seed(SEED)
-    run.fit(built.module, **loaders(case, built))
-    return run
-
-
-# The comparison ---------------------------------------------------------------------------------------------------------
+# The comparison ------------------------------------------------------------------------------------------------------
 
 
 def names_argument(text: str) -> bool:

@@ -20,7 +20,7 @@ from lightning_ssl import functional
 NUM_CLASSES = 4
 
 
-# Catching -----------------------------------------------------------------------------------------------------------
+# Catching ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Caught:
     module: Any = None
 
 
-# From a tensor to rows ------------------------------------------------------------------------------------------------
+# From a tensor to rows -----------------------------------------------------------------------------------------------
 
 _POSITIONS = {"NC": (), "NCHW": (2, 3), "NHWC": (1, 2), "NLC": (1,), "NCL": (2,), "LNC": (0,)}
 
@@ -123,7 +123,7 @@ def blocked(rows: Tensor, views: int = 2) -> list[Tensor]:
     return list(rows.chunk(views))
 
 
-# Quantities of features -----------------------------------------------------------------------------------------------
+# Quantities of features ----------------------------------------------------------------------------------------------
 
 
 def uniformity(rows: Tensor, t: float = 2.0) -> float:
@@ -218,7 +218,7 @@ def predictor_values(inputs: Tensor, outputs: Tensor, weight: Tensor | None) -> 
     }
 
 
-# The covariance operator ----------------------------------------------------------------------------------------------
+# The covariance operator ---------------------------------------------------------------------------------------------
 
 
 def hold_statistics(module: nn.Module) -> None:
@@ -291,7 +291,7 @@ def run_again(twin: Any, snapshot: Snapshot, trainer: Any, paths: Sequence[str])
     return tape.current
 
 
-# Probes ---------------------------------------------------------------------------------------------------------------
+# Probes --------------------------------------------------------------------------------------------------------------
 
 
 def probe_values(

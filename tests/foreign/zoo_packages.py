@@ -1,4 +1,4 @@
-"""Modules and backbones of other packages, as they are installed: torchgeo's tasks, timm's and Hugging Face's networks."""
+"""Modules of other packages as they are installed: torchgeo's tasks, timm's and Hugging Face's networks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.foreign.case import PYTORCH_LIGHTNING, Built, Case, Operator, Probed
 from tests.foreign.truth import interleaved
 from tests.foreign.zoo_plain import predicted, stranger
 
-# torchgeo ---------------------------------------------------------------------------------------------------------------
+# torchgeo ------------------------------------------------------------------------------------------------------------
 
 BANDS = (data.Items(data.dicts(24, (4, 32, 32), seed=5).items), data.Items(data.dicts(16, (4, 32, 32), seed=6).items))
 
@@ -143,7 +143,7 @@ TORCHGEO = [
     ),
 ]
 
-# Backbones --------------------------------------------------------------------------------------------------------------
+# Backbones -----------------------------------------------------------------------------------------------------------
 
 
 def _timm(name: str, **kwargs: Any) -> nn.Module:

@@ -73,7 +73,7 @@ def small_operator(layers: tuple[str, ...] = ("backbone.0", "projector"), **kwar
     return Operator("backbone", "projector", layers, **kwargs)
 
 
-# Calls ----------------------------------------------------------------------------------------------------------------
+# Calls ---------------------------------------------------------------------------------------------------------------
 
 
 def _both(self: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ def few_rows() -> Built:
     return Built(stranger({"backbone": convolutions(), **heads()}, step), data.pairs(12))
 
 
-# Batches --------------------------------------------------------------------------------------------------------------
+# Batches -------------------------------------------------------------------------------------------------------------
 
 
 def dict_batch() -> Built:
@@ -234,7 +234,7 @@ def unlabelled() -> Built:
     return Built(stranger({"backbone": convolutions(), **heads()}, step), data.Items(items))
 
 
-# One call on several views ----------------------------------------------------------------------------------------------
+# One call on several views -------------------------------------------------------------------------------------------
 
 
 def one_call(order: str, inside: bool = False, noise: float = 0.3) -> Built:
@@ -270,7 +270,7 @@ def no_views() -> Built:
     return Built(stranger({"backbone": convolutions(), **heads()}, step), data.Items(items))
 
 
-# What happens to a batch on its way -------------------------------------------------------------------------------------
+# What happens to a batch on its way ----------------------------------------------------------------------------------
 
 RAW = tuple(
     data.Items([(64 * x + 128 + 40 * x.flip(0), y) for x, y in items.items]) for items in CLEAN
@@ -322,7 +322,7 @@ def normalising_datamodule(package: str = LIGHTNING) -> Built:
     return Built(module, data.Items([]), datamodule=Images())
 
 
-# Series -----------------------------------------------------------------------------------------------------------------
+# Series --------------------------------------------------------------------------------------------------------------
 
 SERIES = (7, 4)  # length and channels
 
