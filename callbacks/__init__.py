@@ -3,7 +3,7 @@
 from lightning_ssl.callbacks.collapse_monitor import CollapseMonitor
 from lightning_ssl.callbacks.correlation_bound import CorrelationBound
 from lightning_ssl.callbacks.covariance_operator_norm import CovarianceOperatorNorm
-from lightning_ssl.callbacks.diagnostic import Diagnostic, Quantity
+from lightning_ssl.callbacks.diagnostic import Diagnostic
 from lightning_ssl.callbacks.direct_predictor import DirectPredictor
 from lightning_ssl.callbacks.effective_rank import EffectiveRank
 from lightning_ssl.callbacks.eigenspace_alignment import EigenspaceAlignment
@@ -17,6 +17,7 @@ from lightning_ssl.callbacks.symmetric_predictor import SymmetricPredictor
 from lightning_ssl.callbacks.uniformity_alignment import UniformityAlignment
 from lightning_ssl.callbacks.wandb_setup import WandbSetup
 from lightning_ssl.callbacks.watcher import Watcher
+from lightning_ssl.quantities import Quantity
 
 __all__ = [
     "CollapseMonitor",

@@ -6,26 +6,18 @@ import base64
 import html
 import io
 import platform
+from collections.abc import Iterable
+from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from lightning_ssl.quantities import SECTIONS, Quantity, find
+
 History = dict[str, list[tuple[int, float]]]
 
-SECTIONS = (
-    ("Learning", "What the features are worth, and the loss.", ("loss", "linear", "knn")),
-    (
-        "Geometry",
-        "Where the features lie.",
-        ("uniformity", "alignment", "effective_rank", "l_cor", "l_bound", "circle", "correlation"),
-    ),
-    ("Predictor", "Whether the predictor's eigenspaces follow the features'.", ("predictor/",)),
-    ("Operator", "The covariance operator, layer by layer.", ("cov_op",)),
-    ("Health", "Signs of collapse.", ("collapse", "std", "alive")),
-    ("Other", "What else was logged.", ("",)),
-)
 STYLE = """
 :root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem}
 h1{margin-bottom:0}h2{margin-top:2.5rem;border-bottom:1px solid #8886}p.note{color:#888;margin-top:.2rem}
@@ -34,19 +26,21 @@ border:1px solid #8884;border-radius:6px;padding:.4rem}figure img,figure svg{wid
 color:#444;font-size:.85rem;text-align:center}pre{overflow:auto;background:#8881;padding:1rem;border-radius:6px;font-size:.8rem}"""
 
 
-def page(title: str, history: History, folder: Path, how: str, steps: int) -> str:
+def page(title: str, history: History, folder: Path, how: str, steps: int, quantities: Iterable[Quantity] = ()) -> str:
     """The whole page; everything that comes from the run is escaped."""
-    parts = []
-    for name, note, _ in SECTIONS:
-        keys = [key for key in sorted(history) if _section(key) == name]
-        figures = [_figure(key, curve([key], history)) for key in keys]
-        figures += _pictures(folder, name)
-        if name == "Predictor":
+    parts, known = [], list(quantities)
+    for name, note in (*SECTIONS.items(), ("other", "What else was logged.")):
+        keys = [key for key in sorted(history) if _section(key, known) == name]
+        figures = [_figure(_caption(key, known), curve([key], history)) for key in keys]
+        figures += _pictures(folder, name, known)
+        if name == "predictor":
             figures += [
                 _figure(f"{path.stem} over time", spectra(path)) for path in sorted(folder.glob("*_spectra.npz"))
             ]
         if figures:
-            parts.append(f'<h2>{name}</h2><p class="note">{note}</p><div class="grid">{"".join(figures)}</div>')
+            parts.append(
+                f'<h2>{name.capitalize()}</h2><p class="note">{note}</p><div class="grid">{"".join(figures)}</div>'
+            )
     config = folder / "config.yaml"
     if config.is_file():
         parts.append(f"<h2>Config</h2><pre>{html.escape(config.read_text())}</pre>")
@@ -82,21 +76,32 @@ def spectra(path: Path) -> Figure:
     return figure
 
 
-def _section(key: str) -> str:
-    """The section whose words stand first in a key: ``predictor/alignment_mean`` is the predictor's."""
-    places = {
-        name: min((key.find(word) for word in words if word in key), default=len(key)) for name, _, words in SECTIONS
-    }
-    places["Other"] = len(key) - 1  # last
-    return min(places, key=lambda name: places[name])
+def _section(key: str, quantities: list[Quantity]) -> str:
+    quantity = find(key, quantities)
+    return "other" if quantity is None else quantity.section
 
 
-def _pictures(folder: Path, section: str) -> list[str]:
+def _caption(key: str, quantities: list[Quantity]) -> str:
+    quantity = find(key, quantities)
+    return key if quantity is None else f"{key}: {quantity.title}"
+
+
+def _picture_section(name: str, quantities: list[Quantity]) -> str:
+    """The section of the callback that drew a picture: that of the other keys which begin like its own."""
+    stem = name.split("/")[0]
+    named = {"correlation": "geometry", "picture": "geometry", "spectrum": "predictor"}
+    same = (
+        quantity.section for quantity in quantities if fnmatch(stem, quantity.key.split("/")[0]) and stem != "train"
+    )
+    return named.get(name.split("/")[-1]) or next(same, "other")
+
+
+def _pictures(folder: Path, section: str, quantities: list[Quantity]) -> list[str]:
     """The last picture of each kind that belongs to a section."""
     found = []
     for kind in sorted({path.parent for path in (folder / "pictures").rglob("*.png")}):
         name = kind.relative_to(folder / "pictures").as_posix()
-        if _section(f"{name}/") == section:
+        if _picture_section(name, quantities) == section:
             data = base64.b64encode(max(kind.glob("*.png")).read_bytes()).decode()
             image = f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
             found.append(f"<figure>{image}<figcaption>{html.escape(name)}</figcaption></figure>")

@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_ssl.callbacks._engine.layout import Layout
 from lightning_ssl.callbacks._engine.pair import Pairing
 from lightning_ssl.callbacks._engine.report import log_figure
-from lightning_ssl.callbacks.diagnostic import Quantity
 from lightning_ssl.callbacks.watcher import Watcher
 from lightning_ssl.functional import correlation_loss, correlation_matrix, generalization_bound
+from lightning_ssl.quantities import Quantity
 
 MOST_DRAWN = 512  # features in the picture of the matrix: of wider ones the first
 

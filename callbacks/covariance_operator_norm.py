@@ -16,11 +16,11 @@ from lightning_ssl.callbacks._engine.places import check_path
 from lightning_ssl.callbacks._engine.ranks import ranks_of
 from lightning_ssl.callbacks._engine.record import silence
 from lightning_ssl.callbacks._engine.replay import WATCHABLE, Calls, Replay
-from lightning_ssl.callbacks.diagnostic import Quantity
 from lightning_ssl.callbacks.watcher import Watcher
 from lightning_ssl.distributed import exchange
 from lightning_ssl.functional import pair_weight
 from lightning_ssl.functional.covariance_operator import covariance_operator_norms
+from lightning_ssl.quantities import Quantity
 
 
 class CovarianceOperatorNorm(Watcher):
@@ -72,7 +72,7 @@ class CovarianceOperatorNorm(Watcher):
             "The part of a layer's learning signal that survives augmentation; growth means that the layer learns.",
             "operator",
         ),
-        Quantity("cov_op_trace/*", "its trace", "The sum of the operator's eigenvalues.", "operator"),
+        Quantity("cov_op_trace/*", "trace of the inter-augmentation operator", "The sum of the operator's eigenvalues.", "operator"),
         Quantity("cov_op_top/*", "its leading eigenvalue", "The rate at which the strongest mode grows.", "operator"),
         Quantity(
             "cov_op_intra/*",
@@ -80,7 +80,7 @@ class CovarianceOperatorNorm(Watcher):
             "The part of the signal that changes with the augmentation.",
             "operator",
         ),
-        Quantity("cov_op_intra_trace/*", "its trace", "The sum of its eigenvalues.", "operator"),
+        Quantity("cov_op_intra_trace/*", "trace of the intra-augmentation operator", "The sum of its eigenvalues.", "operator"),
         Quantity(
             "cov_op_ratio/*",
             "inter over intra",

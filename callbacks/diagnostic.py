@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from fnmatch import fnmatch
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import torch
@@ -15,43 +13,7 @@ from torch import Tensor
 
 from lightning_ssl.callbacks._engine.places import check_path
 from lightning_ssl.callbacks._engine.ranks import refuse_sharded
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """What a callback logs, said once: summary, report, dashboard and documentation are made from it.
-
-    Attributes:
-        key: The key without an instance's name: ``train/uniformity``; ``*`` stands for any stage or layer.
-        title: What it is, in a few words.
-        read: One sentence on how to read it.
-        section: Where it belongs: learning, geometry, predictor, operator or health.
-        better: Which way is better, if one is.
-        healthy: Where healthy runs lie, in words; empty where that depends.
-        unit: Its unit; empty for a plain number.
-        form: How it is printed.
-        headline: Whether the summary at the end of a run shows it.
-    """
-
-    key: str
-    title: str
-    read: str
-    section: Literal["learning", "geometry", "predictor", "operator", "health"] = "geometry"
-    better: Literal["higher", "lower", ""] = ""
-    healthy: str = ""
-    unit: str = ""
-    form: str = "{:.3g}"
-    headline: bool = False
-
-    def matches(self, key: str) -> bool:
-        """Whether a logged key is this quantity's, whatever the instance's name in it.
-
-        Example:
-            >>> Quantity("*/uniformity", "uniformity", "").matches("val/projector/uniformity")
-            True
-        """
-        mine, its = self.key.split("/"), key.split("/")
-        return len(its) >= len(mine) and fnmatch(its[0], mine[0]) and fnmatch(its[-1], mine[-1])
+from lightning_ssl.quantities import Quantity
 
 
 class Diagnostic(L.Callback):

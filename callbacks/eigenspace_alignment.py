@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_ssl.callbacks._engine.observation import Seen
 from lightning_ssl.callbacks._engine.places import check_path, find_module
 from lightning_ssl.callbacks._engine.report import log_figure, write_file
-from lightning_ssl.callbacks.diagnostic import Quantity
 from lightning_ssl.callbacks.watcher import Watcher, precise
 from lightning_ssl.functional import balance_residual, effective_predictor, predictor_values, second_moment
+from lightning_ssl.quantities import Quantity
 
 MAX_HISTORY = 2000  # observations kept
 

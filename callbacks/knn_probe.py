@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ssl.callbacks._engine.layout import Layout
 from lightning_ssl.callbacks._engine.ranks import ranks_of
-from lightning_ssl.callbacks.diagnostic import Quantity
 from lightning_ssl.callbacks.probe import Features, Probe
 from lightning_ssl.distributed import agree, all_reduce_sum
 from lightning_ssl.functional import knn_predict
+from lightning_ssl.quantities import Quantity
 
 
 class KNNProbe(Probe):

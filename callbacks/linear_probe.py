@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssl.callbacks._engine.layout import Layout
-from lightning_ssl.callbacks.diagnostic import Quantity
 from lightning_ssl.callbacks.knn_probe import shared_accuracy
 from lightning_ssl.callbacks.probe import Features, Probe
 from lightning_ssl.functional import fit_linear_probe
+from lightning_ssl.quantities import Quantity
 
 
 class LinearProbe(Probe):

@@ -9,17 +9,8 @@ import lightning.pytorch as L
 
 from lightning_ssl.callbacks._engine.report import logging_step, run_dir, warn_once, write_file
 from lightning_ssl.callbacks._html import page
+from lightning_ssl.quantities import Quantity, declared
 
-# What the summary shows, where it was logged: key, words, format.
-SUMMARY = (
-    ("val/linear_top1", "linear probe, top-1", "{:.1%}"),
-    ("val/knn_top1", "kNN probe, top-1", "{:.1%}"),
-    ("train/loss", "training loss", "{:.3f}"),
-    ("train/uniformity", "uniformity (0 = collapsed)", "{:.2f}"),
-    ("train/alignment", "alignment of views", "{:.3f}"),
-    ("train/effective_rank", "effective rank", "{:.1f}"),
-    ("predictor/alignment_weighted", "eigenspace alignment", "{:.3f}"),
-)
 MOST_POINTS = 1000  # of a curve
 VERDICTS = ("healthy", "dimensional collapse", "complete collapse")
 
@@ -43,10 +34,12 @@ class RunReport(L.Callback):
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._seen: dict[str, Any] = {}
         self._folder: Path | None = None
+        self._quantities: tuple[Quantity, ...] = declared(())
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._folder = run_dir(trainer)  # collective
         self._seen = {}
+        self._quantities = declared([*trainer.callbacks, pl_module])  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._collect(trainer)
@@ -81,7 +74,7 @@ class RunReport(L.Callback):
         try:
             folder = self._folder if self.html else None
             if folder is not None:
-                html = page(type(pl_module).__name__, self.history, folder, how, trainer.global_step)
+                html = page(type(pl_module).__name__, self.history, folder, how, trainer.global_step, self._quantities)
                 write_file(trainer, folder / "report.html", lambda file: file.write(html.encode()))
             print(self.summary(type(pl_module).__name__, trainer, how), flush=True)
         except Exception as error:  # a report that fails must not fail the run
@@ -90,12 +83,12 @@ class RunReport(L.Callback):
     def summary(self, title: str, trainer: L.Trainer, how: str) -> str:
         """The text printed at the end."""
         lines = [f"{title} {how} after {trainer.global_step} steps, {trainer.current_epoch} epochs"]
-        rows = [row for row in SUMMARY if self.history.get(row[0])]
+        rows = [(words, points, form) for words, points, form in self._headlines() if points]
         if rows:
-            width = max(len(words) for _, words, _ in rows)
+            width = max(len(words) for words, _, _ in rows)
             lines.append(f"  {'':{width}}  {'first':>8}  {'last':>8}")
-        for key, words, form in rows:
-            first, last = (form.format(self.history[key][i][1]) for i in (0, -1))
+        for words, points, form in rows:
+            first, last = (form.format(points[i][1]) for i in (0, -1))
             lines.append(f"  {words:{width}}  {first:>8}  {last:>8}")
         if verdicts := [values for key, values in sorted(self.history.items()) if key.endswith("collapse/verdict")]:
             lines.append(f"  collapse: {VERDICTS[max(0, min(2, round(verdicts[0][-1][1])))]}")
@@ -104,6 +97,16 @@ class RunReport(L.Callback):
                 lines.append(f"  report and curves: {self._folder / 'report.html'}")
             lines.append(f"  log, pictures, checkpoints: {self._folder}")
         return "\n" + "\n".join(lines)
+
+    def _headlines(self) -> list[tuple[str, list[tuple[int, float]], str]]:
+        """What the summary shows: probes of held-out data, everything else of training."""
+        found = []
+        for quantity in self._quantities:
+            if quantity.headline:
+                stage = "val" if quantity.section == "learning" and "loss" not in quantity.key else "train"
+                points = self.history.get(quantity.key.replace("*", stage, 1), [])
+                found.append((quantity.title, points, quantity.form))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": {key: [list(point) for point in points] for key, points in self.history.items()}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,20 @@ import yaml
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_ssl.callbacks._engine.report import logging_step, run_dir, warn_once
+from lightning_ssl.quantities import Quantity, declared, find
 
 STEP = "trainer/global_step"  # WandbLogger's x-axis
-# Known before training starts; other keys are given their summary when they are first seen.
-KNOWN = ("val/linear_top1", "val/linear_top5", "val/knn_top1", "val/knn_top5", "train/loss", "val/loss")
 
 
-def summary_of(key: str) -> str | None:
-    """The summary a metric deserves: the best accuracy, the lowest loss; None leaves W&B's own, the last value."""
-    name = key.rpartition("/")[2]
-    if name.endswith(("_top1", "_top5")) or "accuracy" in name:
-        return "max"
-    return "min" if name == "loss" or name.endswith("_loss") or name == "l_bound" else None
+def summary_of(key: str, quantities: Iterable[Quantity]) -> str | None:
+    """The summary a metric deserves: the best of what has a better way; None leaves W&B's own, the last value.
+
+    The geometry of features has no best value over a run, whichever way is better: a collapse would be one.
+    """
+    quantity = find(key, quantities)
+    if quantity is None or quantity.section != "learning":
+        return None
+    return {"higher": "max", "lower": "min", "": None}[quantity.better]
 
 
 class WandbSetup(L.Callback):
@@ -55,15 +58,18 @@ class WandbSetup(L.Callback):
         self._defined: set[str] = set()
         self._logged: dict[str, int] = {}  # file of spectra -> its last step
         self._folder: Path | None = None
+        self._quantities: tuple[Quantity, ...] = declared(())
 
     # Summaries -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._folder = run_dir(trainer)  # collective
         self._defined = set()
+        self._quantities = declared([*trainer.callbacks, pl_module])  # type: ignore[attr-defined]
         if not trainer.is_global_zero:
             return
-        self._define(trainer, KNOWN)
+        # Before anything is logged, so that the first value counts; other keys when they are first seen.
+        self._define(trainer, [q.key.replace("*", stage, 1) for q in self._quantities for stage in ("train", "val")])
         for logger in _wandb_loggers(trainer):
             logger.experiment.config.update(self._facts(), allow_val_change=True)
 
@@ -80,7 +86,9 @@ class WandbSetup(L.Callback):
         self._defined.update(new)
         if trainer.is_global_zero:
             for key in new:
-                summary = summary_of(key)
+                if "*" in key:
+                    continue
+                summary = summary_of(key, self._quantities)
                 if summary is not None:
                     for logger in _wandb_loggers(trainer):
                         logger.experiment.define_metric(key, summary=summary, step_metric=STEP, step_sync=True)

@@ -14,7 +14,9 @@ from PIL import Image
 
 import lightning_ssl.callbacks
 from lightning_ssl import dashboard
+from lightning_ssl.callbacks import EigenspaceAlignment, LinearProbe
 from lightning_ssl.callbacks.wandb_setup import WandbSetup, evenly, summary_of, versions
+from lightning_ssl.quantities import declared
 from lightning_ssl.runs.cli import main
 from tests.wandb_reader import read_offline_run
 
@@ -164,7 +166,8 @@ def test_a_workspace_that_cannot_be_saved_says_why(monkeypatch, capsys):
 
 def test_small_parts():
     assert evenly(3, 5) == [0, 1, 2] and evenly(10, 1) == [9] and evenly(101, 3) == [0, 50, 100]
-    assert summary_of("val/probe/linear_top1") == "max" and summary_of("train/loss") == "min"
-    assert summary_of("predictor/alignment_mean") is None
+    known = declared([LinearProbe, EigenspaceAlignment])
+    assert summary_of("val/probe/linear_top1", known) == "max" and summary_of("train/loss", known) == "min"
+    assert summary_of("predictor/alignment_mean", known) is None and summary_of("lr", known) is None
     with pytest.raises(ValueError, match="`observations`"):
         WandbSetup(observations=0)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_ssl import functional
 from lightning_ssl.methods.base import Method, Schedule, views
 from lightning_ssl.nn import TargetNetwork, build_backbone, build_predictor, mlp, num_features, tangential
+from lightning_ssl.quantities import Quantity
 
 
 class RAFT(Method):
@@ -43,6 +44,11 @@ class RAFT(Method):
     """
 
     sign = -1.0  # of the cross-model loss: RAFT runs away from its teacher
+
+    quantities = (
+        Quantity("*/align", "alignment of views in the loss", "The distance of the two views' outputs.", "learning"),
+        Quantity("*/cross_model", "distance to the mean teacher", "What RAFT runs away from.", "learning"),
+    )
 
     def __init__(
         self,

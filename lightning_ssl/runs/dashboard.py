@@ -7,6 +7,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lightning_ssl import callbacks
+from lightning_ssl.quantities import SECTIONS as SECTION_NOTES
+from lightning_ssl.quantities import Quantity, declared
+
 STEP = "trainer/global_step"  # under which Lightning's WandbLogger keeps the step
 INSTALL = 'pip install "lightning-ssl[dashboard]"'
 
@@ -30,41 +34,45 @@ class Panel:
     x: str = STEP
 
 
-SECTIONS: dict[str, tuple[Panel, ...]] = {
-    "learning": (
-        Panel("linear probe and kNN, top-1", ("val/linear_top1", "val/knn_top1")),
-        Panel("linear probe and kNN, top-5", ("val/linear_top5", "val/knn_top5")),
-        Panel("loss", ("train/loss", "val/loss")),
-        Panel("bound against kNN", ("val/knn_top1",), "scatter", x="val/l_bound"),
-    ),
+# What no single quantity shows: two at once, pictures, spectra over time.
+MORE: dict[str, tuple[Panel, ...]] = {
+    "learning": (Panel("bound against kNN", ("val/knn_top1",), "scatter", x="val/l_bound"),),
     "geometry": (
         Panel("uniformity and alignment: the way of each run", ("train/uniformity",), x="train/alignment"),
         Panel("uniformity and alignment: where each run stands", ("train/uniformity",), "scatter", x="train/alignment"),
-        Panel("uniformity (0 is collapsed)", ("train/uniformity", "val/uniformity")),
-        Panel("alignment of views", ("train/alignment", "val/alignment")),
-        Panel("effective rank", ("train/effective_rank", "val/effective_rank")),
-        Panel("correlation loss and bound", ("train/l_cor", "train/l_bound")),
         Panel("circle", ("circle/picture",), "picture"),
         Panel("correlation matrix", ("train/correlation",), "picture"),
     ),
     "predictor": (
-        Panel("alignment with F's eigenspaces", ("predictor/alignment_mean", "predictor/alignment_weighted")),
-        Panel("commutator, asymmetry", ("predictor/commutator_norm", "predictor/asymmetry")),
-        Panel("largest and smallest eigenvalue of F", ("predictor/eigenvalue_max", "predictor/eigenvalue_min")),
-        Panel("balance of predictor and encoder", ("predictor/balance_residual",)),
         Panel("parabola", ("predictor/spectrum",), "picture"),
         Panel("eigenvalues of F", ("predictor/eigenvalue_series_table",), "series"),
         Panel("predictor along F's eigenvectors", ("predictor/value_series_table",), "series"),
         Panel("cosines", ("predictor/cosine_series_table",), "series"),
     ),
-    "operator": (Panel("covariance operator, by layer", (r"cov_op/.*",), "pattern"),),
-    "health": (
-        Panel("verdict: 0 healthy, 1 dimensional, 2 complete collapse", ("collapse/verdict",)),
-        Panel("rank and spread", ("collapse/rank", "collapse/std")),
-        Panel("live dimensions", ("train/alive_dimensions", "val/alive_dimensions")),
-        Panel("spread of the features", ("train/feature_std", "val/feature_std")),
-    ),
 }
+
+
+def panel_of(quantity: Quantity) -> Panel:
+    """A quantity's own panel, with the stages it is logged in."""
+    start, _, name = quantity.key.rpartition("/")
+    if name == "*":
+        return Panel(f"{quantity.title}, by layer", (f"{start}/.*",), "pattern")
+    stages = [start]
+    if start == "*":
+        stages = ["val"] if quantity.section == "learning" and name != "loss" else ["train", "val"]
+    return Panel(quantity.title, tuple(f"{stage.rstrip('*')}/{name}" for stage in stages))
+
+
+def sections() -> dict[str, tuple[Panel, ...]]:
+    """The panels of all that the callbacks declare, by section."""
+    known = [q for q in declared(vars(callbacks).values()) if "*_" not in q.key]
+    return {
+        name: (*(panel_of(quantity) for quantity in known if quantity.section == name), *MORE.get(name, ()))
+        for name in SECTION_NOTES
+    }
+
+
+SECTIONS = sections()
 
 
 def build(entity: str, project: str, name: str) -> Any:

@@ -57,9 +57,7 @@ def test_equality_with_the_batch_is_certain():
 
 def test_token_ids_are_compared_as_they_are():
     ids = torch.randint(0, 50, (16, 8))
-    assert (
-        read([ids.repeat_interleave(2, dim=0)], {"ids": ids})[0] == "interleaved"
-    )
+    assert read([ids.repeat_interleave(2, dim=0)], {"ids": ids})[0] == "interleaved"
     changed = torch.stack([ids, torch.where(torch.rand(16, 8) < 0.2, 0, ids)], dim=1)
     assert read([changed.flatten(0, 1)], {"label": torch.zeros(16)})[0] == "interleaved"
 

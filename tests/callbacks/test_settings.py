@@ -203,7 +203,7 @@ def test_bad_arguments(cls, arguments, message):
 
 def test_same_keys_are_refused():
     # An interval does not keep two apart, neither their keys nor what a checkpoint keeps of them.
-    with pytest.raises(RuntimeError, match="`callback.state_key` must be unique"):
+    with pytest.raises(RuntimeError, match=r"`callback\.state_key` must be unique"):
         trainer([UniformityAlignment("projector"), UniformityAlignment("projector", every_n_steps=7)])
     with pytest.raises(MisconfigurationException, match="give each its own `name=`"):
         trainer([UniformityAlignment("projector", name="a"), UniformityAlignment("backbone", name="a")]).fit(

@@ -1,0 +1,273 @@
+"""One trainer, one observation: shared hooks and exchanges, open bases, intervals, words, declared quantities."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ssl import callbacks as ours
+from lightning_ssl import functional, quantities
+from lightning_ssl.callbacks import (
+    CollapseMonitor,
+    CorrelationBound,
+    CovarianceOperatorNorm,
+    EffectiveRank,
+    EigenspaceAlignment,
+    KNNProbe,
+    LinearProbe,
+    Probe,
+    RepresentationCircle,
+    UniformityAlignment,
+    Watcher,
+)
+from lightning_ssl.callbacks._engine.observation import observatory
+from tests.callbacks import strangers
+from tests.callbacks.harness import History, ddp_trainer, tape, trainer
+from tests.ddp import run_ranks
+
+
+class MedianNorm(Watcher):
+    """A user's whole diagnostic."""
+
+    def measure(self, rows):
+        return {"median_norm": rows.norm(dim=1).median()}
+
+
+class Nearest(Watcher):
+    """One of pairs."""
+
+    paired = True
+
+    def measure(self, rows):
+        return {"nearest": (rows[:, 0] - rows[:, 1]).norm(dim=1).min(), "views": float(rows.shape[1])}
+
+
+class Counted(Probe):
+    def evaluate(self, train, test, num_classes, trainer):
+        return {"rows": float(len(train.rows)), "mean": train.rows.mean() + test.rows.mean()}
+
+
+def own_diagnostics(rank, world_size):
+    torch.manual_seed(0)
+    history = History()
+    data = tuple(strangers.loader(strangers.Labelled(n)) for n in (13, 7))
+    callbacks = [
+        MedianNorm("projector", every_n_steps=1, held_out=True),
+        Nearest("projector", every_n_steps=1),
+        Counted("backbone", data),
+    ]
+    module = strangers.MeanLoss()
+    calls = tape(module.projector)
+    run = ddp_trainer(rank, world_size, callbacks, logger=history)
+    train = strangers.ordered_loader(strangers.Pairs(24), 12, rank, world_size)
+    run.fit(module, train, strangers.loader(strangers.Pairs(7, seed=3), 6 // world_size))
+    return history.rows, [y for grad, _, y in calls if grad][:2]
+
+
+def test_a_users_own_diagnostic_is_the_same_on_1_2_and_3_ranks():
+    (alone, views), *_ = run_ranks(1, own_diagnostics)
+    first = {key: value for step, row in alone if step == 0 for key, value in row.items()}
+    assert first["train/median_norm"] == pytest.approx(float(torch.cat(views).double().norm(dim=1).median()))
+    assert first["train/nearest"] == pytest.approx(float((views[0] - views[1]).norm(dim=1).min()), rel=1e-5)
+    assert first["train/views"] == 2 and first["val/rows"] == 13
+    assert any("val/median_norm" in row for _, row in alone)
+    for world_size in (2, 3):
+        (rows, _), *_ = run_ranks(world_size, own_diagnostics)
+        assert [step for step, _ in rows] == [step for step, _ in alone]
+        for (_, row), (_, expected) in zip(rows, alone, strict=True):
+            assert row == pytest.approx(expected, rel=1e-5)
+
+
+def feature_watchers(**options):
+    return [
+        UniformityAlignment("projector", every_n_steps=1, **options),
+        CorrelationBound("projector", num_classes=4, every_n_steps=1, picture_every=0, **options),
+        EffectiveRank("projector", every_n_steps=1, **options),
+        CollapseMonitor("projector", every_n_steps=1),
+        RepresentationCircle("projector", every_n_steps=1),
+        MedianNorm("projector", every_n_steps=1),
+    ]
+
+
+def counted(rank, world_size):
+    """Hooks on the projector while it is called, and exchanges, of all watchers on it together."""
+    hooks = []
+
+    class Looking(strangers.MeanLoss):
+        def step(self, batch):
+            hooks.append((len(self.projector._forward_hooks), len(self.projector._forward_pre_hooks)))
+            return super().step(batch)
+
+    run = ddp_trainer(rank, world_size, feature_watchers(held_out=False), max_steps=6)
+    run.fit(Looking(), strangers.ordered_loader(strangers.Pairs(72), 12, rank, world_size))
+    return hooks, observatory(run).exchanges
+
+
+def test_all_watchers_of_a_place_share_one_hook_pair_and_one_exchange():
+    for hooks, exchanges in run_ranks(2, counted):
+        assert hooks[1:] == [(1, 1)] * 5  # of the first step the layout is followed as well
+        assert hooks[0][0] <= 2 and hooks[0][1] == 1
+        assert exchanges == 6
+
+
+def test_no_hooks_stay_between_observations():
+    seen = []
+
+    class Looking(strangers.MeanLoss):
+        def training_step(self, batch, batch_idx):
+            seen.append(sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.modules()))
+            return super().training_step(batch, batch_idx)
+
+    trainer([UniformityAlignment("projector", every_n_steps=3)], max_steps=6).fit(
+        Looking(), strangers.loader(strangers.Pairs(96))
+    )
+    assert seen[0] > 2 and seen[1:] == [0, 0, 2, 0, 0]
+
+
+def test_the_order_of_callbacks_does_not_matter():
+    """What one callback runs through the module is not what another sees of the step."""
+    values = []
+    for first in (0, 1):
+        torch.manual_seed(0)
+        history, callbacks = History(), [CovarianceOperatorNorm(every_n_steps=1), UniformityAlignment(every_n_steps=1)]
+        callbacks = callbacks if first == 0 else callbacks[::-1]
+        run = trainer(callbacks, logger=history)
+        run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(32)))
+        values.append([history.series("train/alignment"), history.series("cov_op/projector")])
+    assert values[0] == values[1]
+
+
+def test_a_run_goes_on_with_another_interval(tmp_path):
+    def run(epochs, every, ckpt=None):
+        torch.manual_seed(1)
+        saver = ModelCheckpoint(tmp_path, "half", enable_version_counter=False)
+        spectra = EigenspaceAlignment(every_n_steps=every, picture_every=0)
+        monitor = CollapseMonitor(every_n_steps=every)
+        runner = trainer([spectra, monitor, saver], max_epochs=epochs, enable_checkpointing=True)
+        runner.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(64)), ckpt_path=ckpt)
+        return spectra, monitor
+
+    spectra, monitor = run(1, 2)
+    baseline, kept = monitor._baseline, list(spectra._steps)
+    spectra, monitor = run(2, 3, tmp_path / "half.ckpt")
+    assert monitor._baseline == baseline
+    assert spectra._steps[: len(kept)] == kept and len(spectra._steps) > len(kept)
+
+
+def test_pictures_are_drawn_every_n_th_observation_whatever_the_interval(tmp_path):
+    for name, interval in (("steps", {"every_n_steps": 4}), ("epochs", {"every_n_steps": None, "every_n_epochs": 1})):
+        callback = CorrelationBound("projector", 4, picture_every=2, held_out=False, **interval)
+        run = trainer([callback], max_epochs=4, default_root_dir=tmp_path / name)
+        run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(64)))
+        drawn = sorted(path.stem for path in (tmp_path / name).rglob("*.png"))
+        assert drawn == ["step_00000000", "step_00000008"]
+
+
+def test_a_second_fit_warns_again():
+    class Bare(strangers.MeanLoss):
+        def __init__(self):
+            super().__init__()
+            self.spare = torch.nn.Linear(2, 2)
+
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="'spare' was not called"):
+            trainer([UniformityAlignment("spare")], max_steps=2).fit(Bare(), strangers.loader(strangers.Pairs(32)))
+
+
+def test_a_part_that_was_called_is_named():
+    class Wrapped(strangers.MeanLoss):
+        def __init__(self):
+            super().__init__()
+            self.wrapper = torch.nn.ModuleDict({"inner": self.backbone})
+
+    with pytest.warns(UserWarning, match=r"of its parts 'wrapper\.inner' were called"):
+        module = Wrapped()
+        del module._modules["backbone"]
+        module.__dict__["backbone"] = module.wrapper["inner"]
+        trainer([EffectiveRank("wrapper")], max_steps=1).fit(module, strangers.loader(strangers.Pairs(16)))
+
+
+@pytest.mark.parametrize("name", sorted(set(ours.__all__) - {"Quantity"}))
+def test_every_declared_quantity_can_be_read(name):
+    for quantity in getattr(getattr(ours, name), "quantities", ()):
+        assert quantity.section in quantities.SECTIONS and quantity.title and quantity.read.endswith(".")
+        assert quantity.form.format(0.5)
+
+
+def test_every_logged_key_is_declared(tmp_path):
+    history = History()
+    data = tuple(strangers.loader(strangers.Labelled(n)) for n in (32, 16))
+    callbacks = [
+        *feature_watchers(held_out=True)[:5],
+        EigenspaceAlignment(every_n_steps=1),
+        CovarianceOperatorNorm(every_n_steps=2),
+        KNNProbe("backbone", data, k=5),
+        LinearProbe("backbone", data, name="line"),
+    ]
+    run = trainer(callbacks, logger=history, default_root_dir=tmp_path)
+    run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(32)), strangers.loader(strangers.Pairs(8)))
+    known = quantities.declared(callbacks)
+    keys = {key for _, row in history.rows for key in row} - {"epoch"}
+    assert len(keys) > 40
+    undeclared = {key for key in keys if quantities.find(key, known) is None}
+    assert not undeclared
+    for quantity in known:  # and nothing is declared that is not logged
+        if quantity not in quantities.LOSSES:
+            assert any(quantity.matches(key) for key in keys), quantity.key
+
+
+def test_what_cannot_be_shared_is_told_once_a_run():
+    class Bad(Watcher):
+        def measure(self, rows):
+            raise ValueError("nothing to see")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer([Bad("projector", every_n_steps=1)])
+        run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(64)))
+    assert sum("nothing to see" in str(w.message) for w in caught) == 1 and run.global_step == 4
+
+
+def test_batch_statistics_are_those_of_the_step():
+    """Forward passes that move no weight leave the operators as they are, whatever running statistics become."""
+    torch.manual_seed(0)
+    module = strangers.LightlySimCLR()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.0)
+    history = History()
+    callback = CovarianceOperatorNorm(output="projection_head", every_n_steps=1, samples=16)
+    batch = next(iter(strangers.loader(strangers.Pairs(16))))
+    run = trainer([callback], logger=history, max_steps=30)
+    run.fit(module, [copy.deepcopy(batch) for _ in range(30)])
+    for key in (key for key in history.rows[0][1] if key.startswith("cov_op")):
+        values = list(history.series(key).values())
+        assert len(values) == 30
+        assert values == pytest.approx([values[0]] * 30, rel=1e-5), key
+
+
+def test_wide_features_cost_no_more_than_their_rows():
+    """65,536 features of 16 rows: no matrix of their squares is made."""
+
+    class Wide(strangers.MeanLoss):
+        def __init__(self):
+            super().__init__()
+            self.projector = torch.nn.Linear(16, 65_536)
+            self.predictor = torch.nn.Identity()
+
+    history = History()
+    callbacks = [callback for callback in feature_watchers() if not isinstance(callback, MedianNorm)]
+    module = Wide()
+    calls = tape(module.projector)
+    trainer(callbacks, logger=history, max_steps=1).fit(module, strangers.loader(strangers.Pairs(8), 8))
+    rows = torch.cat([y for grad, _, y in calls if grad]).double()
+    logged = history.rows[0][1] | {key: value for _, row in history.rows for key, value in row.items()}
+    assert logged["train/effective_rank"] == pytest.approx(float(functional.effective_rank(rows)), rel=1e-4)
+    unit = torch.nn.functional.normalize(rows, dim=1)
+    gram = unit @ unit.T * 65_536
+    n = len(rows)
+    norm = (n * (gram / n).square().sum() - 65_536**2) / (n - 1)
+    assert logged["train/l_cor"] == pytest.approx(float(norm - 2 * 65_536 + 65_536), rel=1e-4)
+    assert "circle/explained_variance" in logged and "collapse/verdict" in logged
