@@ -127,11 +127,11 @@ class CollapseMonitor(Watcher):
         point = std < max(min(self.complete, self._baseline / 2), self.complete / 20)
         flat = rank < min(self.dimensional, dim / 2)
         suspicion = Verdict.COMPLETE if point else Verdict.DIMENSIONAL if flat else Verdict.HEALTHY
-        self._recent = [*self._recent, (int(suspicion), std, rank)][-self.patience :]
+        self._recent = [*self._recent, (int(suspicion), std, rank)][-max(2, self.patience) :]
         if not suspicion:
             self.verdict = Verdict.HEALTHY
             return
-        if len(self._recent) < self.patience or not all(kind for kind, *_ in self._recent):
+        if len(self._recent) < self.patience or not all(kind for kind, *_ in self._recent[-self.patience :]):
             return
         # A slow start levels off and opens up again; a collapse goes on.
         quantity = 1 if suspicion == Verdict.COMPLETE else 2
