@@ -72,7 +72,12 @@ class CovarianceOperatorNorm(Watcher):
             "The part of a layer's learning signal that survives augmentation; growth means that the layer learns.",
             "operator",
         ),
-        Quantity("cov_op_trace/*", "trace of the inter-augmentation operator", "The sum of the operator's eigenvalues.", "operator"),
+        Quantity(
+            "cov_op_trace/*",
+            "trace of the inter-augmentation operator",
+            "The sum of the operator's eigenvalues.",
+            "operator",
+        ),
         Quantity("cov_op_top/*", "its leading eigenvalue", "The rate at which the strongest mode grows.", "operator"),
         Quantity(
             "cov_op_intra/*",
@@ -80,7 +85,12 @@ class CovarianceOperatorNorm(Watcher):
             "The part of the signal that changes with the augmentation.",
             "operator",
         ),
-        Quantity("cov_op_intra_trace/*", "trace of the intra-augmentation operator", "The sum of its eigenvalues.", "operator"),
+        Quantity(
+            "cov_op_intra_trace/*",
+            "trace of the intra-augmentation operator",
+            "The sum of its eigenvalues.",
+            "operator",
+        ),
         Quantity(
             "cov_op_ratio/*",
             "inter over intra",

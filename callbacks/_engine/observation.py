@@ -80,7 +80,7 @@ class Observatory:
         module = find_module(self._root, spec.path, spec.argument)
         self.recorder.want(spec.path, module, inputs or first, moments)
         if spec.target is not None:
-            self.recorder.want(spec.target, find_module(self._root, spec.target, "target"), inputs)
+            self.recorder.want(spec.target, find_module(self._root, spec.target, "target"), inputs or first)
         if unknown and not self._scouting:
             self._scouting = True
             self.recorder.scout(self._root)
@@ -171,7 +171,7 @@ class Observatory:
         rows = [self.rows_of(call, spec) for call in calls]
         entered = [call.entered for call in calls]
         part: dict[str, Any] = {"rows": torch.cat(rows), "doubt": doubt}
-        part["evidence"] = gather_evidence(entered, [len(x) for x in rows], self.batch, spec.declared)
+        part["evidence"] = gather_evidence(entered, [len(x) for x in rows], self.batch, spec.declared, online)
         if place.inputs and online == len(calls):
             inputs = [x.flatten(1) for x in entered if x is not None and x.ndim > 1]
             if sum(len(x) for x in inputs) == len(part["rows"]) and len({x.shape[1] for x in inputs}) == 1:

@@ -24,6 +24,7 @@ MOST_VIEWS = 16  # of one call that nobody declared
 SURE = 3.3  # standard deviations by which views of one sample must be closer than those of two; needs 4 samples
 APART = 2.0  # and by which one reading must beat the other
 SAMPLES = 256  # of a call that are compared
+TARGET = ("target", 2)  # the score of an online network's rows with a target's
 
 
 class Declared(NamedTuple):
@@ -64,9 +65,18 @@ class Evidence(NamedTuple):
     scores: dict[tuple[str, int], list[tuple[float, int]]]
 
 
-def gather_evidence(entered: Sequence[Tensor | None], rows: list[int], batch: Any, declared: Declared) -> Evidence:
-    """Look at one rank's calls: what entered them, and how many rows they have."""
+def gather_evidence(
+    entered: Sequence[Tensor | None], rows: list[int], batch: Any, declared: Declared, online: int | None = None
+) -> Evidence:
+    """Look at one rank's calls: what entered them, and how many rows they have.
+
+    Calls from number `online` on are a target network's, whose rows some steps shuffle: those are tested, too.
+    """
     sizes = sorted(leading_sizes(batch))
+    if online is not None and online < len(rows) and declared.pairing is None:
+        first, *others = entered
+        scores = [_closer(first, x) for x in others if first is not None and x is not None and x.shape == first.shape]
+        return Evidence(rows, sizes, None, {TARGET: scores or [(0.0, 0)]})
     largest = rows.index(max(rows)) if rows else 0
     x = entered[largest] if len(entered) == len(rows) > 0 else None
     if x is None or declared.pairing is not None or x.ndim == 0 or len(x) != rows[largest]:
@@ -94,6 +104,14 @@ def settle(found: Sequence[Evidence], declared: Declared) -> Reading | None:
     views, pairing = declared
     if callable(pairing):
         return Reading("function", ())
+    if TARGET in found[0].scores:
+        if _score(found, TARGET) < SURE:
+            raise ValueError(
+                "what entered the target network is no closer to what entered the online one, sample by sample, than to "
+                'other samples: the step may shuffle its rows; pass `pairing="calls"` if it does not, or a function '
+                "that takes the views from the list of calls"
+            )
+        return Reading("calls", (1,) * len(rows))
     if pairing == "calls" or (pairing is None and views == len(rows) > 1):
         if len(set(rows)) > 1 or views not in (None, len(rows)):
             raise ValueError(
@@ -177,13 +195,8 @@ def _choose(found: Sequence[Evidence], numbers: set[int], pairing: Any, views: i
     certain = {evidence.certain for evidence in found}
     if len(certain) == 1 and (sure := next(iter(certain))) is not None and sure[1] in numbers:
         return sure
-    scores: dict[tuple[str, int], float] = {}
-    for key in {key for evidence in found for key in evidence.scores if key[1] in numbers}:
-        sums = [
-            [sum(column) for column in zip(*view, strict=True)]
-            for view in zip(*(evidence.scores[key] for evidence in found if key in evidence.scores), strict=True)
-        ]
-        scores[key] = min((excess / math.sqrt(n / 12) for excess, n in sums if n), default=0.0)
+    keys = {key for evidence in found for key in evidence.scores if key[1] in numbers}
+    scores = {key: _score(found, key) for key in keys}
     ranked = sorted(scores, key=lambda key: (scores[key] >= SURE, key[1] if scores[key] >= SURE else 0, scores[key]))
     best = ranked[-1] if ranked else None
     sure_of_best = best is not None and scores[best] >= SURE + (APART if 1 in numbers else 0)
@@ -199,6 +212,13 @@ def _choose(found: Sequence[Evidence], numbers: set[int], pairing: Any, views: i
         f'interleaved, and what entered does not tell; pass `views={expected}` and `pairing="blocked"` or '
         '`pairing="interleaved"` (`views=1` if each row is a sample)'
     )
+
+
+def _score(found: Sequence[Evidence], key: tuple[str, int]) -> float:
+    """By how many standard deviations the pairs of all ranks are closer than chance; of several views the least."""
+    views = zip(*(evidence.scores[key] for evidence in found if key in evidence.scores), strict=True)
+    sums = [[sum(column) for column in zip(*view, strict=True)] for view in views]
+    return min((excess / math.sqrt(n / 12) for excess, n in sums if n), default=0.0)
 
 
 def _equal_to_batch(x: Tensor, batch: Any) -> tuple[str, int] | None:
@@ -235,18 +255,20 @@ def _closeness(x: Tensor, kind: str, parts: int) -> list[tuple[float, int]]:
         return [(0.0, 0)] * (parts - 1)
     x = x.flatten(1) if x.ndim > 1 else x[:, None]
     views = x.view(parts, -1, x.shape[1]) if kind == "blocked" else x.view(-1, parts, x.shape[1]).transpose(0, 1)
-    views = views[:, :SAMPLES]
-    n, scores = views.shape[1], []
-    for other in views[1:]:
-        if n < 2:
-            scores.append((0.0, 0))
-            continue
-        if x.is_floating_point():
-            distance = torch.cdist(views[0].float(), other.float())
-        else:
-            distance = (views[0][:, None] != other[None]).float().mean(dim=2)
-        own = distance.diagonal()[:, None]
-        closer = (own < distance).float() + 0.5 * (own == distance).float()
-        wins = (closer.sum(dim=1) - 0.5) / (n - 1)  # without the pair itself
-        scores.append((float((wins - 0.5).sum()), n))
-    return scores
+    return [_closer(views[0], other) for other in views[1:]]
+
+
+def _closer(x: Tensor, y: Tensor) -> tuple[float, int]:
+    """By how much the rows of x and y are closer to each other than to other rows, summed; how many there are."""
+    x, y = x[:SAMPLES].flatten(1), y[:SAMPLES].flatten(1)
+    n = len(x)
+    if n < 2:
+        return 0.0, 0
+    if x.is_floating_point():
+        distance = torch.cdist(x.float(), y.float())
+    else:
+        distance = (x[:, None] != y[None]).float().mean(dim=2)
+    own = distance.diagonal()[:, None]
+    closer = (own < distance).float() + 0.5 * (own == distance).float()
+    wins = (closer.sum(dim=1) - 0.5) / (n - 1)  # without the pair itself
+    return float((wins - 0.5).sum()), n

@@ -232,7 +232,8 @@ class Calls(NamedTuple):
         return cls(calls, head, online, counts, [watched.rows_of(call, output) for call in head], step)
 
     def evidence(self, batch: Any, declared: Declared) -> Evidence:
-        return gather_evidence([call.entered for call in self.encoder], self.counts, batch, declared)
+        entered = [call.entered for call in self.encoder]
+        return gather_evidence(entered, self.counts, batch, declared, self.online)
 
     def samples(self, reading: Reading, declared: Declared, most: int) -> dict[str, Any]:
         """What another rank needs to run at most so many samples again."""
