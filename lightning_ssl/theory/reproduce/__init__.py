@@ -29,7 +29,7 @@ TREES, IMAGES = ("epochs", "loss"), ("epochs",)
 EXPERIMENTS = {
     "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (9, 9), TREES),
     "covop-growth": Experiment(
-        "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (12, 75), TREES
+        "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (25, 60), TREES
     ),
     "two-layer": Experiment("clusters:two_layer", "DDN-v1 Figs 7-8: two-layer networks on ten Gaussians", (1.5, 1.5)),
     "phase-portraits": Experiment(

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 
@@ -31,26 +32,54 @@ class Table:
         return "\n".join(lines)
 
 
+LEVEL = 0.05  # of every test; a claim that chance explains better than that is not said to hold
+
+
+class Claim(NamedTuple):
+    """What the paper states, with our figures in the text, and whether they agree.
+
+    Attributes:
+        text: The statement and the figures.
+        agrees: Whether our figures point the way the paper says.
+        p: How likely figures as good are by chance alone; None where nothing is random, or the claim is itself a
+            comparison with a published number within its error.
+    """
+
+    text: str
+    agrees: bool
+    p: float | None = None
+
+    def verdict(self) -> str:
+        """"holds", "DOES NOT HOLD", or "not shown" where it agrees but chance would do as well."""
+        if not self.agrees:
+            return "DOES NOT HOLD"
+        return "holds" if self.p is None or self.p <= LEVEL else "not shown"
+
+    def markdown(self) -> str:
+        chance = "" if self.p is None else f" (p = {self.p:.2g})"
+        return f"- {self.verdict()}: {self.text}{chance}"
+
+
 @dataclass
 class Report:
     """The outcome of an experiment.
 
     Attributes:
         title: What is reproduced.
-        claims: (what the paper states, whether our figures agree), each with the figures in its text.
+        claims: Claims, or (text, agrees) where no chance is involved.
         tables: Our figures beside the published ones.
         draw: Draws the picture on a fresh matplotlib figure.
     """
 
     title: str
-    claims: list[tuple[str, bool]] = field(default_factory=list)
+    claims: Sequence[Claim | tuple[str, bool]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     draw: Callable[[Any], None] | None = None
 
     def markdown(self) -> str:
         parts = [f"## {self.title}"]
         if self.claims:
-            parts.append("\n".join(f"- {'holds' if ok else 'DOES NOT HOLD'}: {text}" for text, ok in self.claims))
+            parts.append("\n".join(Claim(*claim).markdown() for claim in self.claims))
         parts += [table.markdown() for table in self.tables]
         return "\n\n".join(parts) + "\n"
 
@@ -124,6 +153,42 @@ class Run:
             text += "\n![figure](figure.png)\n"
         (self.folder / "report.md").write_text(text, encoding="utf-8")
         return text
+
+
+def sign_test(successes: int, trials: int) -> float:
+    """The probability of as many successes or more among fair coins: a trial that did not move is no success."""
+    from scipy.stats import binomtest
+
+    return float(binomtest(successes, trials, 0.5, "greater").pvalue) if trials else 1.0
+
+
+def greater_test(larger: Tensor, smaller: Tensor) -> float:
+    """Welch's one-sided p that the first sample's mean is not above the second's; 1 with fewer than 2 of either."""
+    from scipy.stats import ttest_ind
+
+    if len(larger) < 2 or len(smaller) < 2:
+        return 1.0
+    if larger.var() == 0 and smaller.var() == 0:
+        return 0.0 if larger.mean() > smaller.mean() else 1.0
+    return float(ttest_ind(larger.numpy(), smaller.numpy(), equal_var=False, alternative="greater").pvalue)
+
+
+def rank_test(x: Sequence[float], y: Sequence[float], sign: int = 1) -> tuple[float, float]:
+    """Spearman's rank correlation, and its one-sided p (exact for up to 8 pairs) for the given sign."""
+    from scipy.stats import permutation_test, spearmanr
+
+    rho = float(spearmanr(x, y).statistic)
+    side = "greater" if sign > 0 else "less"
+    if len(x) > 8:
+        return rho, float(spearmanr(x, y, alternative=side).pvalue)
+    exact = permutation_test(
+        (list(x),),
+        lambda shuffled: spearmanr(shuffled, y).statistic,
+        permutation_type="pairings",
+        n_resamples=50_000,
+        alternative=side,
+    )
+    return rho, float(exact.pvalue)
 
 
 def z_score(ours: Sequence[float], published: tuple[float, float], n_published: int = 10) -> float:
