@@ -13,7 +13,13 @@ from lightning_ssl.functional.losses import (
     soft_triplet_loss,
     squared_distance,
 )
-from lightning_ssl.functional.moments import correlation_loss, error_rate_bound, generalization_bound, second_moment
+from lightning_ssl.functional.moments import (
+    correlation_loss,
+    error_rate_bound,
+    error_rate_bound_as_printed,
+    generalization_bound,
+    second_moment,
+)
 from lightning_ssl.functional.predictor import (
     asymmetry,
     balance_residual,
@@ -42,6 +48,7 @@ __all__ = [
     "effective_rank",
     "eigenspace_alignment",
     "error_rate_bound",
+    "error_rate_bound_as_printed",
     "exact_contrastive_loss",
     "fit_linear_probe",
     "generalization_bound",
