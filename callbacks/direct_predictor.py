@@ -27,8 +27,8 @@ class DirectPredictor(PredictorAction):
         eps: the boost of small eigenvalues, relative to the largest.
         freq: set the predictor every that many steps; in between its optimizer trains it.
         shift: the constant c of Table 7, relative to the largest eigenvalue.
-        partitions: random hyperplanes; the mean of the predictors of each side of each is taken.
-        seed: seed of the hyperplanes.
+        partitions: 0. Random partitions make the predictor depend on the features, and a callback cannot change what a
+            module's own linear layer computes: use the method :class:`lightning_ssl.methods.DirectPred` for them.
     """
 
     def __init__(
@@ -39,12 +39,16 @@ class DirectPredictor(PredictorAction):
         freq: int = 1,
         shift: float = 0.0,
         partitions: int = 0,
-        seed: int = 0,
     ) -> None:
         super().__init__(predictor)
+        if partitions:
+            raise ValueError(
+                f"`partitions` must be 0 here, got {partitions}: with partitions each sample has its own predictor, which "
+                "no weight of the module's linear layer can be; use lightning_ssl.methods.DirectPred(partitions=...), or "
+                "lightning_ssl.nn.PartitionedLinear as the module's predictor"
+            )
         self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
-        self.partitions, self.seed = partitions, seed
-        self._update = DirectPredictorUpdate(rho, eps, freq, shift, partitions, seed=seed)
+        self._update = DirectPredictorUpdate(rho, eps, freq, shift)
         self._recorder = Recorder(inputs=True, outputs=0)
         self._seen = 0
 

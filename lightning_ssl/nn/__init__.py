@@ -6,6 +6,7 @@ from lightning_ssl.nn.gradients import add_gradient_noise_, mix_weights_, tangen
 from lightning_ssl.nn.heads import build_predictor, mlp
 from lightning_ssl.nn.norm import BatchNormParts, build_norm
 from lightning_ssl.nn.optim import LARS, warmup_cosine
+from lightning_ssl.nn.partitioned import PartitionedLinear
 from lightning_ssl.nn.predictor_actions import DirectPredictorUpdate, reset_parameters_, symmetrize_
 from lightning_ssl.nn.target import TargetNetwork, ema_momentum
 
@@ -15,6 +16,7 @@ __all__ = [
     "DirectPredictorUpdate",
     "LinearBackbone",
     "MLPBackbone",
+    "PartitionedLinear",
     "SmallConv",
     "TargetNetwork",
     "add_gradient_noise_",

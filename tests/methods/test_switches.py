@@ -206,3 +206,24 @@ def test_bounds_linear_simsiam(dim):
     model = SimSiam(backbone="small_conv", projector="linear", predictor="linear", dim=dim)
     assert isinstance(model.projector, torch.nn.Linear) and isinstance(model.predictor, torch.nn.Linear)
     assert model.project(torch.randn(2, 3, 32, 32)).shape == (2, dim)
+
+
+def test_partitions_make_the_predictor_depend_on_the_features():
+    """A static average of the sides' predictors would be linear in the features."""
+    model = small(DirectPred, partitions=2, rho=0.0, optimizer=sgd(), momentum=0.0)
+    step(model, make_batch(rows=16))
+    z = torch.randn(64, 8)
+    scaled = model.predictor(z)
+    matrix = torch.linalg.lstsq(z, scaled).solution
+    assert (z @ matrix - scaled).norm() > 0.01 * scaled.norm()
+    sides = model.predictor.sides(z)
+    same = sides.T[:, None].eq(sides.T[None]).all(-1)  # rows that lie on the same sides of both hyperplanes
+    group = same[0].nonzero()[:, 0]
+    within = torch.linalg.lstsq(z[group], scaled[group]).solution if len(group) >= 8 else None
+    assert within is not None and (z[group] @ within - scaled[group]).norm() < 1e-4 * scaled.norm()
+    # The loss uses the sides of the batch at hand: those of the batch mean, not of the origin.
+    batch = make_batch(rows=16, seed=3)
+    model.losses(batch)
+    first = model._sides[0]
+    projections = model.project(batch.views[0]).double() @ model.predictor.normals.double().T
+    assert torch.equal(first, (projections >= projections.mean(0)).T)
