@@ -43,9 +43,9 @@ class DirectPredictor(PredictorAction):
         super().__init__(predictor)
         if partitions:
             raise ValueError(
-                f"`partitions` must be 0 here, got {partitions}: with partitions each sample has its own predictor, which "
-                "no weight of the module's linear layer can be; use lightning_ssl.methods.DirectPred(partitions=...), or "
-                "lightning_ssl.nn.PartitionedLinear as the module's predictor"
+                f"`partitions` must be 0 here, got {partitions}: with partitions each sample has its own predictor, "
+                "which no weight of the module's linear layer can be; use "
+                "lightning_ssl.methods.DirectPred(partitions=...), or lightning_ssl.nn.PartitionedLinear as predictor"
             )
         self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
         self._update = DirectPredictorUpdate(rho, eps, freq, shift)

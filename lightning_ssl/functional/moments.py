@@ -93,8 +93,8 @@ def error_rate_bound(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[flo
     A class can only lose samples to a class whose mean has a product of at least
     :math:`d (1 - 4\varepsilon + \varepsilon^2)` with its own (Theorem 1). Theorem 2 with Markov's inequality bounds the
     probability :math:`\sum_{i \ne j} p_i p_j` of such *pairs*; a class that has such a partner adds :math:`p_i` to the
-    error rate and at least :math:`p_i p_{min}` to that sum. For K equiprobable classes this is K - 1 times what the paper
-    prints, :func:`error_rate_bound_as_printed`, whose last step takes the pairs' probability for the samples'.
+    error rate and at least :math:`p_i p_{min}` to that sum. For K equiprobable classes this is K - 1 times what the
+    paper prints, :func:`error_rate_bound_as_printed`, whose last step takes the pairs' probability for the samples'.
 
     Args:
         l_cor: the value of :func:`correlation_loss`.
@@ -114,9 +114,7 @@ def error_rate_bound(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[flo
     return numerator / (probs.min() * (1 - 4 * eps + eps**2) ** 2)
 
 
-def error_rate_bound_as_printed(
-    l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[float], eps: float
-) -> Tensor:
+def error_rate_bound_as_printed(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[float], eps: float) -> Tensor:
     r"""Bound Theorem 3 as printed, which is not a bound: an indicator, for comparison with the paper.
 
     .. math:: \frac{\frac{2}{d^2} L_{cor} + 2\varepsilon^4 + \frac{K - d}{d^2}}

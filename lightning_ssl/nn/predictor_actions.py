@@ -7,7 +7,7 @@ every rank alike.
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from lightning_ssl.distributed import all_reduce_sum, broadcast
 from lightning_ssl.functional import direct_predictor, optimal_predictor
 from lightning_ssl.nn.partitioned import PartitionedLinear
 
-PredictorInit = Literal["default", "identity", "uniform", "positive"]
+PredictorInit = Literal["default", "xavier", "identity", "uniform", "positive"]
 
 
 def linear_of(predictor: nn.Module, action: str) -> nn.Linear:
@@ -39,6 +39,25 @@ def symmetrize_(predictor: nn.Module) -> None:
 
 
 @torch.no_grad()
+def symmetrize_two_layers_(predictor: nn.Module) -> None:
+    """Make a two-layer predictor its own mirror image, W_1 <- (W_1 + W_2^T)/2 and W_2 <- W_1^T (DirectPred Table 3).
+
+    Biases and normalisation stay as they are.
+    """
+    linears = [m for m in predictor.modules() if isinstance(m, nn.Linear)]
+    shapes = [(m.in_features, m.out_features) for m in linears]
+    if len(linears) != 2 or shapes[0] != shapes[1][::-1]:
+        raise ValueError(
+            f"symmetrising two layers needs linear layers of sizes (d, h) and (h, d), got {type(predictor).__name__} "
+            f"with linear layers of (in, out) sizes {shapes}"
+        )
+    first, second = linears
+    mean = (first.weight + second.weight.T) / 2
+    first.weight.copy_(mean)
+    second.weight.copy_(mean.T)
+
+
+@torch.no_grad()
 def reset_parameters_(
     predictor: nn.Module, init: PredictorInit = "default", init_range: float | None = None, seed: int = 0
 ) -> None:
@@ -46,14 +65,14 @@ def reset_parameters_(
 
     Args:
         predictor: Any module.
-        init: "default", every layer's own initialisation; "identity", for one square linear layer; "uniform", weights
-            from [-init_range, init_range]; "positive", from [0, init_range] (DDN-v1 Tables 7-10). The last three set
-            biases to 0 and normalisation layers back to their start.
+        init: "default", every layer's own initialisation; "xavier", Glorot's uniform (DDN-v1 Table 5); "identity", for
+            one square linear layer; "uniform", weights from [-init_range, init_range]; "positive", from [0, init_range]
+            (DDN-v1 Tables 7-10). All but the first set biases to 0. Normalisation layers go back to their start.
         init_range: The range of "uniform" and "positive".
         seed: Seed of the draw; for repeated resets, vary it (by the epoch, say).
     """
-    if init not in ("default", "identity", "uniform", "positive"):
-        raise ValueError(f"`init` must be default, identity, uniform or positive, got {init!r}")
+    if init not in get_args(PredictorInit):
+        raise ValueError(f"`init` must be one of {', '.join(get_args(PredictorInit))}, got {init!r}")
     if init in ("uniform", "positive") and not (init_range is not None and init_range > 0):
         raise ValueError(f"init={init!r} needs a positive `init_range`, got {init_range}")
     # On a CPU copy: the device's generator is left alone and the draw is the same on any device.
@@ -65,10 +84,13 @@ def reset_parameters_(
                 module.reset_parameters()
         if init == "identity":
             nn.init.eye_(linear_of(fresh, "identity initialisation").weight)
-        elif init_range is not None and init != "default":
-            for module in fresh.modules():
-                if isinstance(module, nn.Linear):
-                    nn.init.uniform_(module.weight, -init_range if init == "uniform" else 0.0, init_range)
+        for module in fresh.modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            if init == "xavier":
+                nn.init.xavier_uniform_(module.weight)
+            elif init in ("uniform", "positive") and init_range is not None:
+                nn.init.uniform_(module.weight, -init_range if init == "uniform" else 0.0, init_range)
     if init != "default":
         for module in fresh.modules():
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -92,8 +114,8 @@ class DirectPredictorUpdate:
         eps: The boost of small eigenvalues, relative to the largest.
         freq: Set the predictor every `freq`-th step; in between the optimizer trains it. The averages move each step.
         shift: The constant c of Table 7, relative to the largest eigenvalue.
-        partitions: Number of random hyperplanes. 0: one F, for a linear predictor. Otherwise one F for each side of each
-            hyperplane, for a :class:`PartitionedLinear` of as many, which uses for each row the maps of its own sides.
+        partitions: Number of random hyperplanes. 0: one F, for a linear predictor. Otherwise one F for each side of
+            each hyperplane, for a :class:`PartitionedLinear` of as many, which uses for each row the maps of its own sides.
         mode: "direct" (Eq. 18) or "optimal" (Table 1), which solves for the least-squares symmetric predictor and
             needs the targets as well.
         reg: The ridge of "optimal", relative to F's mean eigenvalue.

@@ -3,7 +3,13 @@ import torch
 from torch import nn
 
 from lightning_ssl.functional import direct_predictor, optimal_predictor
-from lightning_ssl.nn import DirectPredictorUpdate, PartitionedLinear, reset_parameters_, symmetrize_
+from lightning_ssl.nn import (
+    DirectPredictorUpdate,
+    PartitionedLinear,
+    reset_parameters_,
+    symmetrize_,
+    symmetrize_two_layers_,
+)
 from tests.ddp import run_ranks
 
 
@@ -14,6 +20,19 @@ def test_symmetrize():
     assert torch.equal(layer.weight, layer.weight.T)
     torch.testing.assert_close(layer.weight, (weight + weight.T) / 2)
     assert layer.weight.requires_grad
+
+
+def test_symmetrize_two_layers():
+    predictor = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+    first, second = predictor[0].weight.detach().clone(), predictor[3].weight.detach().clone()
+    biases = [predictor[i].bias.detach().clone() for i in (0, 3)]
+    symmetrize_two_layers_(predictor)
+    torch.testing.assert_close(predictor[0].weight, (first + second.T) / 2)
+    assert torch.equal(predictor[3].weight, predictor[0].weight.T)
+    assert all(torch.equal(predictor[i].bias, b) for i, b in zip((0, 3), biases, strict=True))
+    for wrong in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5))):
+        with pytest.raises(ValueError, match="two layers"):
+            symmetrize_two_layers_(wrong)
 
 
 @pytest.mark.parametrize("predictor", [nn.Linear(4, 3), nn.Identity(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
@@ -211,5 +230,5 @@ def test_the_callback_refuses_partitions():
     """A callback cannot make a stranger's linear layer depend on the features."""
     from lightning_ssl.callbacks import DirectPredictor
 
-    with pytest.raises(ValueError, match="methods.DirectPred"):
+    with pytest.raises(ValueError, match="partitions"):
         DirectPredictor(partitions=2)

@@ -50,7 +50,7 @@ class Claim(NamedTuple):
     p: float | None = None
 
     def verdict(self) -> str:
-        """"holds", "DOES NOT HOLD", or "not shown" where it agrees but chance would do as well."""
+        """ "holds", "DOES NOT HOLD", or "not shown" where it agrees but chance would do as well."""
         if not self.agrees:
             return "DOES NOT HOLD"
         return "holds" if self.p is None or self.p <= LEVEL else "not shown"

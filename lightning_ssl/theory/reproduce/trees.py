@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssl.theory import hltm
-from lightning_ssl.theory.reproduce.report import Claim, Report, Run, Table, greater_test, sign_test, z_score
+from lightning_ssl.theory.reproduce.report import Claim, Report, Run, Table, sign_test, z_score
 
 LOWERS = (0.7, 0.8, 0.9)
 LATENTS = ("root", "s0", "s1", "s101", "s0111")
@@ -241,7 +241,9 @@ def covop_growth(run: Run) -> Report:
                 spot = int(setting["depth"]), int(setting["units"]), float(setting["lower"])
                 keys += [(*spot, name) for name in names if (*spot, name) in outcome]
             failed = [k for k in keys if not (outcome[k][0] and outcome[k][1] <= 0.05)]
-            which = "; not: " + ", ".join(f"depth {d} N={u} U[{low},1] {n}" for d, u, low, n in failed) if failed else ""
+            which = (
+                "; not: " + ", ".join(f"depth {d} N={u} U[{low},1] {n}" for d, u, low, n in failed) if failed else ""
+            )
             claims.append(
                 Claim(
                     f"{figure}, {factor} varied: the median norm grows in every curve: "
