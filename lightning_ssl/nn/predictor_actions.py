@@ -115,7 +115,7 @@ class DirectPredictorUpdate:
         freq: Set the predictor every `freq`-th step; in between the optimizer trains it. The averages move each step.
         shift: The constant c of Table 7, relative to the largest eigenvalue.
         partitions: Number of random hyperplanes. 0: one F, for a linear predictor. Otherwise one F for each side of
-            each hyperplane, for a :class:`PartitionedLinear` of as many, which uses for each row the maps of its own sides.
+            each hyperplane, for a :class:`PartitionedLinear` of as many, in which each row uses its own sides' maps.
         mode: "direct" (Eq. 18) or "optimal" (Table 1), which solves for the least-squares symmetric predictor and
             needs the targets as well.
         reg: The ridge of "optimal", relative to F's mean eigenvalue.

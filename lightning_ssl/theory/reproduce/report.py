@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,13 +67,13 @@ class Report:
 
     Attributes:
         title: What is reproduced.
-        claims: Claims, or (text, agrees) where no chance is involved.
+        claims: Claims, or tuples of their fields.
         tables: Our figures beside the published ones.
         draw: Draws the picture on a fresh matplotlib figure.
     """
 
     title: str
-    claims: Sequence[Claim | tuple[str, bool]] = field(default_factory=list)
+    claims: Sequence[Claim | tuple[Any, ...]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     draw: Callable[[Any], None] | None = None
 
@@ -173,22 +174,29 @@ def greater_test(larger: Tensor, smaller: Tensor) -> float:
     return float(ttest_ind(larger.numpy(), smaller.numpy(), equal_var=False, alternative="greater").pvalue)
 
 
+def paired_test(after: Tensor, before: Tensor) -> float:
+    """The one-sided t-test's p that the mean of the pairs' differences is not above 0."""
+    from scipy.stats import ttest_rel
+
+    if len(after) < 2:
+        return 1.0
+    if (after - before).var() == 0:
+        return 0.0 if after.mean() > before.mean() else 1.0
+    return float(ttest_rel(after.numpy(), before.numpy(), alternative="greater").pvalue)
+
+
 def rank_test(x: Sequence[float], y: Sequence[float], sign: int = 1) -> tuple[float, float]:
-    """Spearman's rank correlation, and its one-sided p (exact for up to 8 pairs) for the given sign."""
-    from scipy.stats import permutation_test, spearmanr
+    """Spearman's rank correlation, and its one-sided p for the given sign: exact over all orders for up to 9 pairs."""
+    from scipy.stats import rankdata, spearmanr
 
     rho = float(spearmanr(x, y).statistic)
-    side = "greater" if sign > 0 else "less"
-    if len(x) > 8:
-        return rho, float(spearmanr(x, y, alternative=side).pvalue)
-    exact = permutation_test(
-        (list(x),),
-        lambda shuffled: spearmanr(shuffled, y).statistic,
-        permutation_type="pairings",
-        n_resamples=50_000,
-        alternative=side,
-    )
-    return rho, float(exact.pvalue)
+    if len(x) > 9:
+        return rho, float(spearmanr(x, y, alternative="greater" if sign > 0 else "less").pvalue)
+    a = torch.from_numpy(rankdata(x) - (len(x) + 1) / 2)
+    b = torch.from_numpy(rankdata(y) - (len(y) + 1) / 2)
+    orders = torch.tensor(list(itertools.permutations(range(len(x)))))
+    products = (b[orders] * a).sum(1) * sign
+    return rho, float((products >= (a * b).sum() * sign - 1e-9).double().mean())
 
 
 def z_score(ours: Sequence[float], published: tuple[float, float], n_published: int = 10) -> float:
