@@ -29,8 +29,8 @@ class DirectPredictor(PredictorAction):
         eps: The boost of small eigenvalues, relative to the largest.
         freq: Set the predictor every n-th step; in between its optimizer trains it.
         shift: The constant c of Table 7, relative to the largest eigenvalue.
-        partitions: Random hyperplanes; the mean of the predictors of each side of each is taken.
-        seed: Seed of the hyperplanes.
+        partitions: 0. Random partitions make the predictor depend on the features, and a callback cannot change what a
+            module's own linear layer computes: use the method :class:`lightning_ssl.methods.DirectPred` for them.
     """
 
     def __init__(
@@ -41,12 +41,16 @@ class DirectPredictor(PredictorAction):
         freq: int = 1,
         shift: float = 0.0,
         partitions: int = 0,
-        seed: int = 0,
     ) -> None:
         super().__init__(predictor)
+        if partitions:
+            raise ValueError(
+                f"`partitions` must be 0 here, got {partitions}: with partitions each sample has its own predictor, "
+                "which no weight of the module's linear layer can be; use "
+                "lightning_ssl.methods.DirectPred(partitions=...), or lightning_ssl.nn.PartitionedLinear as predictor"
+            )
         self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
-        self.partitions, self.seed = partitions, seed
-        self._update = DirectPredictorUpdate(rho, eps, freq, shift, partitions, seed=seed)
+        self._update = DirectPredictorUpdate(rho, eps, freq, shift)
         self._recorder = Recorder()
         self._seen, self._warned = 0, False
 

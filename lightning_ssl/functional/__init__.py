@@ -17,6 +17,7 @@ from lightning_ssl.functional.moments import (
     correlation_loss,
     correlation_matrix,
     error_rate_bound,
+    error_rate_bound_as_printed,
     generalization_bound,
     second_moment,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "effective_rank",
     "eigenspace_alignment",
     "error_rate_bound",
+    "error_rate_bound_as_printed",
     "exact_contrastive_loss",
     "fit_linear_probe",
     "generalization_bound",

@@ -145,29 +145,45 @@ def _effective_rank_of_values(singular_values: Tensor) -> Tensor:
     return torch.exp(-(q * q.log()).sum())
 
 
-def principal_plane(x: Tensor) -> tuple[Tensor, Tensor]:
+def principal_plane(x: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
     """The features on the plane of their two leading principal directions (RAFT Fig. 5).
 
+    About the origin by default: features that have collapsed to one direction are then one point of the circle, and
+    spread ones lie around it. Centred, what is left of a collapsed cloud is its noise, an even ring.
+
+    The cost is that of the smaller of the two Gram matrices, min(N, d) squared.
+
     Args:
-        x: features, ``[N, d]`` with N, d >= 2; rows are scaled to unit length, then centred.
+        x: features, ``[N, d]`` with N, d >= 2; rows are scaled to unit length.
+        centre: subtract the mean of the scaled rows first (principal component analysis proper).
 
     Returns:
-        Coordinates ``[N, 2]``, and the share of the variance that the plane holds.
+        Coordinates ``[N, 2]``, and the share that the plane holds of the rows' mean square (with `centre`, of their
+        variance).
 
     Example:
-        >>> plane, share = principal_plane(torch.eye(3)[:2])
-        >>> tuple(plane.shape), round(float(share), 4)
-        ((2, 2), 1.0)
+        >>> plane, share = principal_plane(torch.tensor([[2.0, 0.0, 0.0], [3.0, 0.0, 0.0]]))
+        >>> plane.tolist(), float(share)
+        ([[1.0, 0.0], [1.0, 0.0]], 1.0)
     """
     if x.ndim == 2 and x.shape[1] < 2:
         raise ValueError(f"`x` needs at least 2 dimensions to have a plane, got {x.shape[1]}")
     x = _unit_rows(x, "x", min_rows=2)
-    x = x - x.mean(dim=0)
-    values, vectors = torch.linalg.eigh(x.T @ x)
-    vectors = vectors[:, -2:].flip(1)
+    if centre:
+        x = x - x.mean(dim=0)
+    tiny = torch.finfo(x.dtype).tiny
+    if x.shape[0] < x.shape[1]:
+        values, vectors = torch.linalg.eigh(x @ x.T)
+        directions = x.T @ vectors[:, -2:].flip(1)
+        # No direction where there is no second one: its coordinate is 0.
+        present = values[-2:].flip(0) > values[-1] * len(x) * torch.finfo(x.dtype).eps
+        directions = F.normalize(directions, dim=0, eps=tiny) * present
+    else:
+        values, vectors = torch.linalg.eigh(x.T @ x)
+        directions = vectors[:, -2:].flip(1)
     # An eigenvector's sign is arbitrary: fixed, so that the picture is the same on any machine.
-    vectors = vectors * vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()
-    return x @ vectors, values[-2:].sum() / values.sum().clamp_min(torch.finfo(values.dtype).tiny)
+    directions = directions * directions.gather(0, directions.abs().argmax(dim=0, keepdim=True)).sign()
+    return x @ directions, values[-2:].sum() / values.sum().clamp_min(tiny)
 
 
 def _unit_rows(x: Tensor, name: str, min_rows: int = 1) -> Tensor:

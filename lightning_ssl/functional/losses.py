@@ -66,10 +66,15 @@ def soft_triplet_loss(r_pos: Tensor, r_neg: Tensor, margin: float, tau: float) -
     return tau * F.softplus((r_pos[:, None] - r_neg + margin) / tau).mean()
 
 
-def info_nce_loss(r_pos: Tensor, r_neg: Tensor, tau: float, beta: float = 0.0) -> Tensor:
+def info_nce_loss(
+    r_pos: Tensor, r_neg: Tensor, tau: float, beta: float = 0.0, beta_form: Literal["text", "table"] = "text"
+) -> Tensor:
     r"""InfoNCE of distances (DDN-v2 Eq. 2), mean over the batch; with `beta` the extended form.
 
-    .. math:: -\log \frac{e^{-r_+/\tau}}{e^{-r_+/\tau} + \sum_k e^{-r_{k-}/\tau}} + \beta r_+
+    .. math:: L = -\log \frac{e^{-r_+/\tau}}{e^{-r_+/\tau} + \sum_k e^{-r_{k-}/\tau}}
+
+    extended to :math:`L + \beta r_+` in the text (Sec. 4.2), and to :math:`(L + \beta r_+ / \tau) / (1 + \beta)` in the
+    experiments of Table 3.
 
     On rows of unit length this is the cosine NT-Xent loss of SimCLR.
 
@@ -77,7 +82,8 @@ def info_nce_loss(r_pos: Tensor, r_neg: Tensor, tau: float, beta: float = 0.0) -
         r_pos: distances of the positive pairs, ``[N]``.
         r_neg: distances of the negative pairs, ``[N]`` or ``[N, H]``.
         tau: temperature.
-        beta: what the derivatives with respect to all distances sum to (Sec. 4.2).
+        beta: what the derivatives with respect to all distances sum to (Sec. 4.2), in the form "text".
+        beta_form: "text" or "table".
 
     Example:
         >>> info_nce_loss(torch.tensor([1.0]), torch.tensor([[1.0, 1.0, 1.0]]), tau=0.5)
@@ -86,7 +92,12 @@ def info_nce_loss(r_pos: Tensor, r_neg: Tensor, tau: float, beta: float = 0.0) -
     check_positive(tau, "tau")
     r_neg = _negatives(r_pos, r_neg)
     logits = torch.cat([r_pos[:, None], r_neg], dim=1) / -tau
-    return (torch.logsumexp(logits, dim=1) - logits[:, 0] + beta * r_pos).mean()
+    loss = torch.logsumexp(logits, dim=1) - logits[:, 0]
+    if beta_form == "text":
+        return (loss + beta * r_pos).mean()
+    if beta_form != "table":
+        raise ValueError(f'`beta_form` must be "text" or "table", got {beta_form!r}')
+    return (loss + beta / tau * r_pos).mean() / (1 + beta)
 
 
 def pair_weight(r: Tensor, loss: ContrastiveLoss, tau: float = 0.5, margin: float = 0.0, joint: bool = False) -> Tensor:

@@ -23,9 +23,13 @@ class BarlowTwins(Method):
     Args:
         backbone: A name (see `build_backbone`) or a module.
         stem: "cifar" or "imagenet", for ResNets.
+        zero_init_residual: Start a ResNet's residual branches at zero.
         projector_hidden: Width of the projector's two hidden layers.
         dim: Output dimension d (Bound: 4 to 2048).
         lambd: Weight of the off-diagonal terms.
+        projector_norm: Normalisation in the projector, see `build_norm`.
+        projector_bias: Whether the projector's hidden layers have biases.
+        lr_floor: What a cosine schedule ends at, relative to the peak.
         optimizer: From parameters to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
         warmup_epochs: Linear warmup, for "constant" and "cosine".
@@ -39,20 +43,23 @@ class BarlowTwins(Method):
         stem: Literal["cifar", "imagenet"] = "cifar",
         projector_hidden: int = 2048,
         dim: int = 2048,
-        lambd: float = 5e-3,
+        lambd: float = 0.0051,
         projector_norm: str = "batch",
-        optimizer: OptimizerCallable = lambda p: LARS(p, lr=0.2, weight_decay=1.5e-6, vector_lr_scale=0.024),
+        optimizer: OptimizerCallable = lambda p: LARS(p, lr=0.2, weight_decay=1e-6, vector_lr_scale=0.024),
         scheduler: Schedule | LRSchedulerCallable = "cosine",
         warmup_epochs: float = 10.0,
+        zero_init_residual: bool = True,
+        projector_bias: bool = False,
+        lr_floor: float = 1e-3,
     ) -> None:
         super().__init__()
         self.keep_hyperparameters()
         if dim < 2 or lambd < 0:
             raise ValueError(f"`dim` must be at least 2 and `lambd` not negative, got {dim} and {lambd}")
-        self.lambd = lambd
-        self.backbone = build_backbone(backbone, stem)
+        self.lambd, self.lr_floor = lambd, lr_floor
+        self.backbone = build_backbone(backbone, stem, zero_init_residual)
         sizes = [num_features(self.backbone), projector_hidden, projector_hidden, dim]
-        self.projector = mlp(sizes, projector_norm, last_bias=False)
+        self.projector = mlp(sizes, projector_norm, last_bias=False, bias=projector_bias)
         self.use_optimizer(optimizer, scheduler, warmup_epochs)
 
     def losses(self, batch: Any) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ class Method(L.LightningModule):
     backbone: nn.Module
     projector: nn.Module
     predictor: nn.Module
+    lr_floor = 0.0  # what scheduler "cosine" ends at, relative to the peak
     loss_is_global = False  # True where `losses` returns the loss of all ranks' rows, not the mean over its own
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
@@ -153,7 +154,7 @@ class Method(L.LightningModule):
             self.trainer.fit_loop.setup_data()  # until then the length of an epoch is unknown
             steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
             warmup = round(self.warmup_epochs * steps_per_epoch)
-        scheduler = warmup_cosine(optimizer, int(total), warmup, cosine=self.scheduler == "cosine")
+        scheduler = warmup_cosine(optimizer, int(total), warmup, self.scheduler == "cosine", self.lr_floor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _on_optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

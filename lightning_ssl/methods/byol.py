@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from lightning_ssl import functional
 from lightning_ssl.methods.base import Method, Schedule, views
 from lightning_ssl.nn import (
+    HeadInit,
+    PredictorInit,
     TargetNetwork,
     build_backbone,
     build_predictor,
     ema_momentum,
+    init_head_,
     mlp,
     num_features,
     reset_parameters_,
     symmetrize_,
+    symmetrize_two_layers_,
     tangential,
 )
 
@@ -32,17 +36,26 @@ class BYOL(Method):
     Args:
         backbone: A name (see `build_backbone`) or a module.
         stem: "cifar" or "imagenet", for ResNets.
+        zero_init_residual: Start a ResNet's residual branches at zero.
         projector_hidden: Width of the projector; 0 makes it one linear layer.
         projector_dim: Output dimension d.
         projector_norm: "batch", "none", or parts of batch normalisation such as "mean,detached_std" (`build_norm`).
+        projector_bias: Whether the projector's last layer has a bias.
         predictor: "mlp", "linear" or "none".
         predictor_hidden: Width of an MLP predictor.
         predictor_norm: As `projector_norm`; by default "batch" in an MLP and none with a linear predictor.
+        predictor_norm_place: With a linear predictor, its norm comes "before" the linear map (DDN-v1 Tables 7-9), or
+            "after" it.
         predictor_bias: Whether the predictor's last layer has a bias.
-        predictor_init: "default", "identity", "uniform" in ± `predictor_range`, or "positive", up to it.
+        predictor_init: "default", "xavier", "identity", "uniform" in ± `predictor_range`, or "positive", up to it.
         predictor_range: The range of `predictor_init`, also after resets.
         predictor_reset_every: Start the predictor anew every so many epochs (DDN-v1 Table 5); 0 is never.
-        symmetric_predictor: Keep W = Wᵀ by W ← (W + Wᵀ)/2 after each step.
+        predictor_reset_init: How resets draw where `predictor_init` is "default": "xavier" (DDN-v1) or "default".
+        symmetric_predictor: After each step W ← (W + Wᵀ)/2 of a linear predictor; of an MLP, W₁ ← (W₁ + W₂ᵀ)/2 and
+            W₂ ← W₁ᵀ (DirectPred Table 3).
+        head_init: How the heads' weights start, but for a `predictor_init`: "default", or "lecun", BYOL's own
+            (`init_head_`).
+        norm_affine: Whether the heads' batch norms have an affine part; DDN-v1's and DirectPred's have none.
         predictor_lr_scale: The predictor's learning rate relative to the rest, alpha_p.
         weight_decay: Weight decay of backbone and projector; None leaves the optimizer's.
         predictor_weight_decay: Weight decay of the predictor; None leaves the optimizer's.
@@ -69,7 +82,7 @@ class BYOL(Method):
         predictor_hidden: int = 512,
         predictor_norm: str | None = None,
         predictor_bias: bool = True,
-        predictor_init: Literal["default", "identity", "uniform", "positive"] = "default",
+        predictor_init: PredictorInit = "default",
         predictor_range: float | None = None,
         predictor_reset_every: int = 0,
         symmetric_predictor: bool = False,
@@ -86,6 +99,12 @@ class BYOL(Method):
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9, weight_decay=4e-4),
         scheduler: Schedule | LRSchedulerCallable = "constant",
         warmup_epochs: float = 0.0,
+        zero_init_residual: bool = False,
+        projector_bias: bool = True,
+        norm_affine: bool = False,
+        predictor_norm_place: Literal["before", "after"] = "before",
+        predictor_reset_init: Literal["xavier", "default"] = "xavier",
+        head_init: HeadInit = "default",
     ) -> None:
         super().__init__()
         self.keep_hyperparameters()
@@ -108,21 +127,37 @@ class BYOL(Method):
                 "`predictor_lr_scale` and `predictor_reset_every` must not be negative, got "
                 f"{predictor_lr_scale} and {predictor_reset_every}"
             )
-        self.predictor_init, self.predictor_range = predictor_init, predictor_range
+        if predictor_reset_init not in ("xavier", "default"):
+            raise ValueError(f'`predictor_reset_init` must be "xavier" or "default", got {predictor_reset_init!r}')
+        self.reset_init: PredictorInit = predictor_reset_init if predictor_init == "default" else predictor_init
+        self.predictor_range = predictor_range
         self.predictor_reset_every, self.symmetric_predictor = predictor_reset_every, symmetric_predictor
         self.predictor_lr_scale = predictor_lr_scale
         self.weight_decay, self.predictor_weight_decay = weight_decay, predictor_weight_decay
         self.momentum, self.momentum_schedule, self.stop_gradient = momentum, momentum_schedule, stop_gradient
         self.normalize, self.tangential, self.seed = normalize, tangential, seed
 
-        self.backbone = build_backbone(backbone, stem)
+        self.backbone = build_backbone(backbone, stem, zero_init_residual)
         hidden = [projector_hidden] if projector_hidden else []
-        self.projector = mlp([num_features(self.backbone), *hidden, projector_dim], projector_norm)
+        sizes = [num_features(self.backbone), *hidden, projector_dim]
+        self.projector = mlp(sizes, projector_norm, last_bias=projector_bias, affine=norm_affine)
         self.predictor = build_predictor(
-            predictor, projector_dim, predictor_hidden, predictor_norm, predictor_bias, predictor_init, predictor_range
+            predictor,
+            projector_dim,
+            predictor_hidden,
+            predictor_norm,
+            predictor_bias,
+            predictor_init,
+            predictor_range,
+            affine=norm_affine,
+            norm_place=predictor_norm_place,
         )
+        init_head_(self.projector, head_init)
+        if predictor_init == "default":
+            init_head_(self.predictor, head_init)
+        self._symmetrize = symmetrize_two_layers_ if predictor == "mlp" else symmetrize_
         if symmetric_predictor:
-            symmetrize_(self.predictor)
+            self._symmetrize(self.predictor)
         self.target = TargetNetwork(self.backbone, self.projector, target_init)
         self.use_optimizer(optimizer, scheduler, warmup_epochs)
 
@@ -135,9 +170,12 @@ class BYOL(Method):
         return {"loss": self.regress(p1, t2) + self.regress(p2, t1)}
 
     def predict(self, z: Tensor) -> Tensor:
-        p = self.predictor(z)
+        p = self.apply_predictor(z)
         p = p.to(torch.promote_types(p.dtype, torch.float32))
         return tangential(p) if self.tangential else p
+
+    def apply_predictor(self, z: Tensor) -> Tensor:
+        return self.predictor(z)
 
     def regress(self, p: Tensor, t: Tensor) -> Tensor:
         t = t.to(p.dtype)
@@ -148,7 +186,7 @@ class BYOL(Method):
 
     def after_optimizer_step(self) -> None:
         if self.symmetric_predictor:
-            symmetrize_(self.predictor)
+            self._symmetrize(self.predictor)
         momentum = self.momentum
         if self.momentum_schedule == "cosine":
             total = self.trainer.estimated_stepping_batches
@@ -158,9 +196,9 @@ class BYOL(Method):
     def on_train_epoch_start(self) -> None:
         if self.predictor_reset_every and self.current_epoch and self.current_epoch % self.predictor_reset_every == 0:
             seed = self.seed * 1_000_003 + self.current_epoch
-            reset_parameters_(self.predictor, self.predictor_init, self.predictor_range, seed)
+            reset_parameters_(self.predictor, self.reset_init, self.predictor_range, seed)
             if self.symmetric_predictor:
-                symmetrize_(self.predictor)
+                self._symmetrize(self.predictor)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         encoder = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}

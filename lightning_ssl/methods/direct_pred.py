@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_ssl.methods.base import Schedule
 from lightning_ssl.methods.byol import BYOL
-from lightning_ssl.nn import DirectPredictorUpdate
+from lightning_ssl.nn import DirectPredictorUpdate, HeadInit, PartitionedLinear
 
 
 class DirectPred(BYOL):
@@ -23,16 +23,21 @@ class DirectPred(BYOL):
     Args:
         backbone: A name (see `build_backbone`) or a module.
         stem: "cifar" or "imagenet", for ResNets.
+        zero_init_residual: Start a ResNet's residual branches at zero.
         projector_hidden: Width of the projector; 0 makes it one linear layer.
         projector_dim: Output dimension d.
         projector_norm: Normalisation in the projector, see `build_norm`.
+        projector_bias: Whether the projector's last layer has a bias.
+        head_init: How the heads' weights start, see `init_head_`.
+        norm_affine: Whether the projector's batch norm has an affine part; DirectPred's has none.
         predictor: "linear"; nothing else can be set.
         predictor_bias: Whether the predictor has a bias (trained by the optimizer).
         rho: Weight of the past in F's moving average.
         eps: Boost of the small eigenvalues, relative to the largest.
         freq: Set the predictor every `freq`-th step.
         shift: The constant c_j of Table 7, relative to the largest eigenvalue.
-        partitions: Random hyperplanes with an F for each side; 0 is one F.
+        partitions: Random hyperplanes, each with an F and a map for either side; a sample's prediction uses those of
+            the sides it lies on (:class:`lightning_ssl.nn.PartitionedLinear`). 0 is one linear predictor.
         mode: "direct", or "optimal" for the least-squares predictor of Table 1.
         reg: The ridge of "optimal", relative to F's mean eigenvalue.
         predictor_lr_scale: The predictor's learning rate relative to the rest.
@@ -71,6 +76,10 @@ class DirectPred(BYOL):
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9, weight_decay=4e-4),
         scheduler: Schedule | LRSchedulerCallable = "constant",
         warmup_epochs: float = 0.0,
+        zero_init_residual: bool = False,
+        projector_bias: bool = True,
+        norm_affine: bool = False,
+        head_init: HeadInit = "default",
     ) -> None:
         if predictor != "linear":
             raise ValueError(
@@ -94,13 +103,34 @@ class DirectPred(BYOL):
             optimizer=optimizer,
             scheduler=scheduler,
             warmup_epochs=warmup_epochs,
+            zero_init_residual=zero_init_residual,
+            projector_bias=projector_bias,
+            norm_affine=norm_affine,
+            head_init=head_init,
         )
-        self.direct = DirectPredictorUpdate(rho, eps, freq, shift, partitions, mode, reg, seed)
+        self.direct = DirectPredictorUpdate(rho, eps, freq, shift, partitions, mode, reg)
+        if partitions:
+            assert isinstance(self.predictor, nn.Linear)
+            self.predictor = PartitionedLinear(self.predictor, partitions, seed)
+        self._sides: list[Tensor | None] = []  # of the step's two views
+
+    def losses(self, batch: Any) -> dict[str, Tensor]:
+        self._sides.clear()
+        return super().losses(batch)
+
+    def apply_predictor(self, z: Tensor) -> Tensor:
+        if not (self.training and isinstance(self.predictor, PartitionedLinear)):
+            self._sides.append(None)
+            return self.predictor(z)
+        sides = self.predictor.sides(z, self.predictor.thresholds_of(z))
+        self._sides.append(sides)
+        return self.predictor(z, sides)
 
     def watch(self, z1: Tensor, z2: Tensor, t1: Tensor, t2: Tensor) -> None:
         if self.training:
-            self.direct.update(z1, t2)
-            self.direct.update(z2, t1)
+            first, second = self._sides
+            self.direct.update(z1, t2, first)
+            self.direct.update(z2, t1, second)
 
     def after_optimizer_step(self) -> None:
         self.direct.step(self.predictor)

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from lightning_ssl import functional
 from lightning_ssl.methods.base import Method, Schedule, views
-from lightning_ssl.nn import TargetNetwork, build_backbone, build_predictor, mlp, num_features, tangential
+from lightning_ssl.nn import (
+    PredictorInit,
+    TargetNetwork,
+    build_backbone,
+    build_predictor,
+    mlp,
+    num_features,
+    tangential,
+)
 from lightning_ssl.quantities import Quantity
 
 
@@ -30,12 +38,13 @@ class RAFT(Method):
         predictor_hidden: Width of an MLP predictor.
         predictor_norm: Normalisation in the predictor; the paper has none.
         predictor_bias: Whether the predictor's last layer has a bias; Theorem 5.1 is exact without.
-        predictor_init: "default", "identity", "uniform" in ± `predictor_range`, or "positive", up to it.
+        predictor_init: "default", "xavier", "identity", "uniform" in ± `predictor_range`, or "positive", up to it.
         predictor_range: The range of `predictor_init`.
         predictor_lr_scale: The predictor's learning rate relative to the rest, alpha_p.
         align_weight: alpha.
         cross_model_weight: beta.
-        tangential: Keep only the tangential gradient of the predictions (Sec. 5).
+        tangential: Keep only the tangential gradient of the predictions (Sec. 5). Both losses are of l2-normalised
+            predictions, whose gradient has no other part: the switch changes nothing but rounding.
         momentum: The target's momentum, 1 minus the paper's EMA rate.
         target_init: "copy" of the online network, or "independent".
         optimizer: From parameters to an optimizer.
@@ -61,7 +70,7 @@ class RAFT(Method):
         predictor_hidden: int = 512,
         predictor_norm: str = "none",
         predictor_bias: bool = True,
-        predictor_init: Literal["default", "identity", "uniform", "positive"] = "default",
+        predictor_init: PredictorInit = "default",
         predictor_range: float | None = None,
         predictor_lr_scale: float = 1.0,
         align_weight: float = 1.0,

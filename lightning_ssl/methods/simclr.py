@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from lightning_ssl import functional
 from lightning_ssl.distributed import rank, row_counts
 from lightning_ssl.methods.base import Method, Schedule, views
-from lightning_ssl.nn import add_gradient_noise_, build_backbone, gather_rows, mix_weights_, mlp, num_features
+from lightning_ssl.nn import (
+    HeadInit,
+    add_gradient_noise_,
+    build_backbone,
+    gather_rows,
+    init_head_,
+    mix_weights_,
+    mlp,
+    num_features,
+)
 
 Loss = Literal["simple", "triplet", "nce", "exact_simple", "exact_triplet", "exact_nce"]
 
@@ -29,8 +38,16 @@ class SimCLR(Method):
         projector_hidden: Width of the projector.
         projector_dim: Output dimension d.
         projector_norm: Normalisation in the projector, see `build_norm`.
+        projector_last_norm: Likewise of its output; SimCLR's own projector has "batch" there, with a scale but no
+            shift.
+        projector_bias: Whether the projector's layers have biases.
+        norm_affine: Whether the projector's batch norms have affine parts; DDN's have none.
+        head_init: How the projector starts: "default", or "normal" with deviation 0.01, SimCLR's own (`init_head_`).
+        zero_init_residual: Start a ResNet's residual branches at zero.
         loss: "simple", "triplet", "nce", or with "exact_", the loss of Eq. 7 with weights from un-augmented images.
-        beta: Adds beta r+: the extended losses of Sec. 4.2.
+        beta: The extended losses of Sec. 4.2: adds beta r+ (see `beta_form`).
+        beta_form: For loss "nce": "table", (L + beta r+ / tau) / (1 + beta), which is behind Table 3, or "text",
+            L + beta r+, as the other losses have it.
         tau: Temperature.
         margin: The triplet loss's r_0.
         negatives: "all", or the number H of negatives an anchor has, drawn each step by (seed, step).
@@ -38,7 +55,8 @@ class SimCLR(Method):
         gradient_noise: eta of Table 2's noise; 0 is none.
         noise_on: "gradient" adds the noise at each step (the paper); "weight" mixes it into the weights once an epoch.
         exact_weights: Distances the exact losses take their weights from: "clean" (the paper) or "augmented".
-        joint_weights: Whether exact_nce's weights share one partition function over the negatives (Eq. 80).
+        joint_weights: Whether exact_nce's weights share one partition function over the negatives (Eq. 80); otherwise
+            each pair has its own (Eqs. 6-7, and Table 2).
         seed: Seed of negatives and noise.
         optimizer: From parameters to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
@@ -61,14 +79,24 @@ class SimCLR(Method):
         gradient_noise: float = 0.0,
         noise_on: Literal["gradient", "weight"] = "gradient",
         exact_weights: Literal["clean", "augmented"] = "clean",
-        joint_weights: bool = True,
+        joint_weights: bool = False,
         seed: int = 0,
         optimizer: OptimizerCallable = lambda p: torch.optim.Adam(p, lr=0.01),
         scheduler: Schedule | LRSchedulerCallable = "constant",
         warmup_epochs: float = 0.0,
+        zero_init_residual: bool = False,
+        projector_last_norm: str = "none",
+        projector_bias: bool = True,
+        norm_affine: bool = False,
+        beta_form: Literal["table", "text"] = "table",
+        head_init: HeadInit = "default",
     ) -> None:
         super().__init__()
         self.keep_hyperparameters()
+        if beta_form not in ("table", "text") or (beta_form == "table" and beta <= -1):
+            raise ValueError(
+                f'`beta_form` must be "table" or "text", and with "table" `beta` above -1; got {beta_form!r} and {beta}'
+            )
         if loss.removeprefix("exact_") not in ("simple", "triplet", "nce"):
             raise ValueError(f"`loss` must be simple, triplet or nce, or one of these after exact_; got {loss!r}")
         if tau <= 0 or gradient_noise < 0:
@@ -81,12 +109,22 @@ class SimCLR(Method):
                 f"{exact_weights!r} and {noise_on!r}"
             )
         self.kind, self.exact = loss.removeprefix("exact_"), loss.startswith("exact_")
+        self.beta_form: Literal["table", "text"] = beta_form
         self.beta, self.tau, self.margin, self.negatives, self.normalize = beta, tau, margin, negatives, normalize
         self.gradient_noise, self.noise_on, self.seed = gradient_noise, noise_on, seed
         self.clean_weights = self.exact and exact_weights == "clean"
         self.joint = joint_weights and self.kind == "nce"
-        self.backbone = build_backbone(backbone, stem)
-        self.projector = mlp([num_features(self.backbone), projector_hidden, projector_dim], projector_norm)
+        self.backbone = build_backbone(backbone, stem, zero_init_residual)
+        self.projector = mlp(
+            [num_features(self.backbone), projector_hidden, projector_dim],
+            projector_norm,
+            projector_last_norm,
+            last_bias=projector_bias,
+            bias=projector_bias,
+            affine=norm_affine,
+            last_affine="scale" if norm_affine else False,
+        )
+        init_head_(self.projector, head_init)
         self.use_optimizer(optimizer, scheduler, warmup_epochs)
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
@@ -103,17 +141,15 @@ class SimCLR(Method):
         r_pos = functional.squared_distance(z1, z2).repeat(2)  # 2n
         r_neg = _distances(torch.cat([z1, z2]), others).gather(1, choice)  # 2n x H
         if not self.exact:
-            loss = {
-                "simple": lambda: functional.simple_contrastive_loss(r_pos, r_neg),
-                "triplet": lambda: functional.soft_triplet_loss(r_pos, r_neg, self.margin, self.tau),
-                "nce": lambda: functional.info_nce_loss(r_pos, r_neg, self.tau),
-            }[self.kind]()
-        else:
-            r_clean = r_neg if clean is None else _distances(clean, gather_rows(clean, counts)).repeat(2, 2)
-            r_clean = r_clean if clean is None else r_clean.gather(1, choice)
-            loss = functional.exact_contrastive_loss(
-                r_pos, r_neg, r_clean, self.kind, self.tau, self.margin, self.joint
-            )
+            if self.kind == "nce":
+                return functional.info_nce_loss(r_pos, r_neg, self.tau, self.beta, self.beta_form)
+            if self.kind == "simple":
+                return functional.simple_contrastive_loss(r_pos, r_neg, self.beta)
+            return functional.soft_triplet_loss(r_pos, r_neg, self.margin, self.tau) + self.beta * r_pos.mean()
+        r_clean = r_neg
+        if clean is not None:
+            r_clean = _distances(clean, gather_rows(clean, counts)).repeat(2, 2).gather(1, choice)
+        loss = functional.exact_contrastive_loss(r_pos, r_neg, r_clean, self.kind, self.tau, self.margin, self.joint)
         return loss + self.beta * r_pos.mean()
 
     def _choose_negatives(self, rows: int, start: int, total: int) -> Tensor:

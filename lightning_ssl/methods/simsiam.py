@@ -16,13 +16,17 @@ from lightning_ssl.nn import build_backbone, build_predictor, mlp, num_features
 class SimSiam(Method):
     """Predict one view's projection, held fixed, from the other's: no negatives and no second network.
 
-    The loss is −½ cos(p₁, sg z₂) − ½ cos(p₂, sg z₁) (Bound Eq. 3). Defaults are SimSiam's recipe for CIFAR-10 at batch
-    512: cosine learning rate for the encoder, a constant one for the predictor.
+    The loss is −½ cos(p₁, sg z₂) − ½ cos(p₂, sg z₁) (Bound Eq. 3). Defaults are SimSiam's own networks, with its
+    optimizer for CIFAR-10 at batch 512: cosine learning rate for the encoder, a constant one for the predictor. (On
+    CIFAR-10 its projector has two layers.)
 
     Args:
         backbone: A name (see `build_backbone`) or a module.
         stem: "cifar" or "imagenet", for ResNets.
-        projector: "mlp" (two layers with batch norm after each), or "linear", Bound's simplification.
+        zero_init_residual: Start a ResNet's residual branches at zero.
+        projector: "mlp" (batch norm after each layer, the last without affine part), or "linear", Bound's
+            simplification.
+        projector_layers: Linear layers of an MLP projector.
         projector_hidden: Width of an MLP projector.
         dim: Output dimension d (Bound: 4 to 2048).
         predictor: "mlp" (a bottleneck), "linear", or "none".
@@ -50,21 +54,28 @@ class SimSiam(Method):
         optimizer: OptimizerCallable = lambda p: torch.optim.SGD(p, lr=0.06, momentum=0.9, weight_decay=5e-4),
         scheduler: Schedule | LRSchedulerCallable = "cosine",
         warmup_epochs: float = 0.0,
+        zero_init_residual: bool = True,
+        projector_layers: int = 3,
     ) -> None:
         super().__init__()
         self.keep_hyperparameters()
-        if dim < 2:
-            raise ValueError(f"`dim` must be at least 2, got {dim}")
+        if dim < 2 or projector_layers < 1:
+            raise ValueError(
+                f"`dim` must be at least 2 and `projector_layers` at least 1, got {dim} and {projector_layers}"
+            )
         self.fixed_predictor_lr, self.stop_gradient = fixed_predictor_lr, stop_gradient
-        self.backbone = build_backbone(backbone, stem)
+        self.backbone = build_backbone(backbone, stem, zero_init_residual)
         features = num_features(self.backbone)
         if projector == "mlp":
-            self.projector: nn.Module = mlp([features, projector_hidden, dim], last_norm="batch")
+            # No biases, as a norm follows each layer.
+            sizes = [features, *[projector_hidden] * (projector_layers - 1), dim]
+            self.projector: nn.Module = mlp(sizes, last_norm="batch", last_bias=False, bias=False)
         elif projector == "linear":
             self.projector = nn.Linear(features, dim)
         else:
             raise ValueError(f'`projector` must be "mlp" or "linear", got {projector!r}')
-        self.predictor = build_predictor(predictor, dim, predictor_hidden or max(dim // 4, 1), bias=predictor_bias)
+        width = predictor_hidden or max(dim // 4, 1)
+        self.predictor = build_predictor(predictor, dim, width, bias=predictor_bias, hidden_bias=False)
         self.use_optimizer(optimizer, scheduler, warmup_epochs)
 
     def losses(self, batch: Any) -> dict[str, Tensor]:

@@ -8,17 +8,19 @@ from typing import Literal
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 Stem = Literal["cifar", "imagenet"]
 
 
-def build_backbone(backbone: str | nn.Module, stem: Stem = "cifar") -> nn.Module:
+def build_backbone(backbone: str | nn.Module, stem: Stem = "cifar", zero_init_residual: bool = False) -> nn.Module:
     """An encoder from images to features [N, num_features].
 
     Args:
         backbone: "small_conv", "linear", "mlp" (all for 3 x 32 x 32 images; give the classes below other sizes), the
             name of any torchvision classification model, or a module, which is returned as it is.
         stem: For ResNets: "cifar" (3x3 convolution with stride 1, no pooling) or "imagenet" (torchvision's own).
+        zero_init_residual: For ResNets: start each residual branch at zero, by the scale of its last norm.
     """
     if isinstance(backbone, nn.Module):
         return backbone
@@ -43,6 +45,11 @@ def build_backbone(backbone: str | nn.Module, stem: Stem = "cifar") -> nn.Module
         model.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
         model.maxpool = nn.Identity()
+    if isinstance(model, torchvision.models.ResNet) and zero_init_residual:
+        for block in model.modules():
+            last = {BasicBlock: "bn2", Bottleneck: "bn3"}.get(type(block))
+            if last is not None:
+                nn.init.zeros_(getattr(block, last).weight)
     return model
 
 

@@ -47,7 +47,10 @@ class BatchNormParts(nn.Module):
         return f"mean={self.mean}, std={self.std}, eps={self.eps}"
 
 
-def build_norm(spec: str, dim: int, affine: bool = True) -> nn.Module:
+Affine = bool | Literal["scale"]
+
+
+def build_norm(spec: str, dim: int, affine: Affine = True) -> nn.Module:
     """A normalisation layer for [N, dim] from its name.
 
     Args:
@@ -55,10 +58,15 @@ def build_norm(spec: str, dim: int, affine: bool = True) -> nn.Module:
             comma: "mean" or "detached_mean", "std" or "detached_std" (so "mean,detached_std" is Table 4's best
             variant with a detached part).
         dim: Number of features.
-        affine: Whether "batch" has its affine part.
+        affine: Whether "batch" has its affine part; "scale" has the scale alone, its shift stays 0.
     """
+    if affine not in (True, False, "scale"):
+        raise ValueError(f'`affine` must be true, false or "scale", got {affine!r}')
     if spec == "batch":
-        return nn.BatchNorm1d(dim, affine=affine)
+        norm = nn.BatchNorm1d(dim, affine=bool(affine))
+        if affine == "scale":
+            norm.bias.requires_grad_(False)
+        return norm
     if spec == "none":
         return nn.Identity()
     parts = {"mean": "omit", "std": "omit"}

@@ -74,8 +74,10 @@ class LARS(Optimizer):
         return loss
 
 
-def warmup_cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, cosine: bool = True) -> LambdaLR:
-    """A linear warmup, then a cosine to zero at `total_steps` (or a constant rate).
+def warmup_cosine(
+    optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, cosine: bool = True, floor: float = 0.0
+) -> LambdaLR:
+    """A linear warmup, then a cosine to `floor` times the rate at `total_steps` (or a constant rate).
 
     Parameter groups with a true `fixed_lr` keep their rate throughout (SimSiam's predictor).
     """
@@ -91,6 +93,6 @@ def warmup_cosine(optimizer: Optimizer, total_steps: int, warmup_steps: int = 0,
         if not cosine:
             return 1.0
         done = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
-        return (math.cos(math.pi * min(done, 1.0)) + 1) / 2
+        return floor + (1 - floor) * (math.cos(math.pi * min(done, 1.0)) + 1) / 2
 
     return LambdaLR(optimizer, [(lambda _: 1.0) if g.get("fixed_lr") else scale for g in optimizer.param_groups])

@@ -7,15 +7,16 @@ every rank alike.
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ssl.distributed import all_reduce_sum, broadcast
 from lightning_ssl.functional import direct_predictor, optimal_predictor
+from lightning_ssl.nn.partitioned import PartitionedLinear
 
-PredictorInit = Literal["default", "identity", "uniform", "positive"]
+PredictorInit = Literal["default", "xavier", "identity", "uniform", "positive"]
 
 
 def linear_of(predictor: nn.Module, action: str) -> nn.Linear:
@@ -38,6 +39,25 @@ def symmetrize_(predictor: nn.Module) -> None:
 
 
 @torch.no_grad()
+def symmetrize_two_layers_(predictor: nn.Module) -> None:
+    """Make a two-layer predictor its own mirror image, W_1 <- (W_1 + W_2^T)/2 and W_2 <- W_1^T (DirectPred Table 3).
+
+    Biases and normalisation stay as they are.
+    """
+    linears = [m for m in predictor.modules() if isinstance(m, nn.Linear)]
+    shapes = [(m.in_features, m.out_features) for m in linears]
+    if len(linears) != 2 or shapes[0] != shapes[1][::-1]:
+        raise ValueError(
+            f"symmetrising two layers needs linear layers of sizes (d, h) and (h, d), got {type(predictor).__name__} "
+            f"with linear layers of (in, out) sizes {shapes}"
+        )
+    first, second = linears
+    mean = (first.weight + second.weight.T) / 2
+    first.weight.copy_(mean)
+    second.weight.copy_(mean.T)
+
+
+@torch.no_grad()
 def reset_parameters_(
     predictor: nn.Module, init: PredictorInit = "default", init_range: float | None = None, seed: int = 0
 ) -> None:
@@ -45,14 +65,14 @@ def reset_parameters_(
 
     Args:
         predictor: Any module.
-        init: "default", every layer's own initialisation; "identity", for one square linear layer; "uniform", weights
-            from [-init_range, init_range]; "positive", from [0, init_range] (DDN-v1 Tables 7-10). The last three set
-            biases to 0 and normalisation layers back to their start.
+        init: "default", every layer's own initialisation; "xavier", Glorot's uniform (DDN-v1 Table 5); "identity", for
+            one square linear layer; "uniform", weights from [-init_range, init_range]; "positive", from [0, init_range]
+            (DDN-v1 Tables 7-10). All but the first set biases to 0. Normalisation layers go back to their start.
         init_range: The range of "uniform" and "positive".
         seed: Seed of the draw; for repeated resets, vary it (by the epoch, say).
     """
-    if init not in ("default", "identity", "uniform", "positive"):
-        raise ValueError(f"`init` must be default, identity, uniform or positive, got {init!r}")
+    if init not in get_args(PredictorInit):
+        raise ValueError(f"`init` must be one of {', '.join(get_args(PredictorInit))}, got {init!r}")
     if init in ("uniform", "positive") and not (init_range is not None and init_range > 0):
         raise ValueError(f"init={init!r} needs a positive `init_range`, got {init_range}")
     # On a CPU copy: the device's generator is left alone and the draw is the same on any device.
@@ -64,10 +84,13 @@ def reset_parameters_(
                 module.reset_parameters()
         if init == "identity":
             nn.init.eye_(linear_of(fresh, "identity initialisation").weight)
-        elif init_range is not None and init != "default":
-            for module in fresh.modules():
-                if isinstance(module, nn.Linear):
-                    nn.init.uniform_(module.weight, -init_range if init == "uniform" else 0.0, init_range)
+        for module in fresh.modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            if init == "xavier":
+                nn.init.xavier_uniform_(module.weight)
+            elif init in ("uniform", "positive") and init_range is not None:
+                nn.init.uniform_(module.weight, -init_range if init == "uniform" else 0.0, init_range)
     if init != "default":
         for module in fresh.modules():
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -91,12 +114,11 @@ class DirectPredictorUpdate:
         eps: The boost of small eigenvalues, relative to the largest.
         freq: Set the predictor every `freq`-th step; in between the optimizer trains it. The averages move each step.
         shift: The constant c of Table 7, relative to the largest eigenvalue.
-        partitions: Number of random hyperplanes (through the origin). 0: one F. Otherwise one F for each side of each
-            hyperplane, and the mean of the resulting predictors.
+        partitions: Number of random hyperplanes. 0: one F, for a linear predictor. Otherwise one F for each side of
+            each hyperplane, for a :class:`PartitionedLinear` of as many, in which each row uses its own sides' maps.
         mode: "direct" (Eq. 18) or "optimal" (Table 1), which solves for the least-squares symmetric predictor and
             needs the targets as well.
         reg: The ridge of "optimal", relative to F's mean eigenvalue.
-        seed: Seed of the hyperplanes.
     """
 
     def __init__(
@@ -108,7 +130,6 @@ class DirectPredictorUpdate:
         partitions: int = 0,
         mode: Literal["direct", "optimal"] = "direct",
         reg: float = 1e-3,
-        seed: int = 0,
     ) -> None:
         if not 0 <= rho < 1:
             raise ValueError(f"`rho` must lie in [0, 1), got {rho}; 0 uses the last batch alone")
@@ -121,7 +142,7 @@ class DirectPredictorUpdate:
         if mode not in ("direct", "optimal"):
             raise ValueError(f'`mode` must be "direct" or "optimal", got {mode!r}')
         self.rho, self.eps, self.freq, self.shift = rho, eps, freq, shift
-        self.partitions, self.mode, self.reg, self.seed = partitions, mode, reg, seed
+        self.partitions, self.mode, self.reg = partitions, mode, reg
         self.steps = 0
         self.F: Tensor | None = None  # [parts, d, d]
         self.M: Tensor | None = None  # [parts, d, d], "optimal" only
@@ -130,13 +151,28 @@ class DirectPredictorUpdate:
         self._counts: Tensor | None = None  # [parts]
 
     @torch.no_grad()
-    def update(self, inputs: Tensor, targets: Tensor | None = None) -> None:
-        """Add a batch of predictor inputs, [N, d], and in mode "optimal" what they should predict, [N, d]."""
+    def update(self, inputs: Tensor, targets: Tensor | None = None, sides: Tensor | None = None) -> None:
+        """Add a batch of predictor inputs.
+
+        Args:
+            inputs: Rows, [N, d].
+            targets: What they should predict, [N, d]; mode "optimal" only.
+            sides: On which side of each hyperplane each row lies, [partitions, N] bool; with `partitions` only.
+        """
         if self.mode == "optimal" and (targets is None or targets.shape != inputs.shape):
             got = None if targets is None else tuple(targets.shape)
             raise ValueError(f'mode="optimal" needs `targets` shaped as the inputs {tuple(inputs.shape)}, got {got}')
+        if (sides is not None) != bool(self.partitions) or (
+            sides is not None and sides.shape != (self.partitions, len(inputs))
+        ):
+            got = None if sides is None else tuple(sides.shape)
+            raise ValueError(
+                f"`sides` must be {(self.partitions, len(inputs)) if self.partitions else None} for "
+                f"partitions={self.partitions}, got {got}"
+            )
         f = _precise(inputs.detach())  # N x d
-        side = self._sides(f)  # parts x N
+        # parts x N: below and above of each hyperplane in turn, as PartitionedLinear has them; one part without any.
+        side = f.new_ones(1, len(f)) if sides is None else torch.stack([~sides, sides], dim=1).flatten(0, 1).to(f)
         weighted = side[:, :, None] * f  # parts x N x d
         sums = [weighted.mT @ f]
         if self.mode == "optimal":
@@ -153,7 +189,7 @@ class DirectPredictorUpdate:
 
         A collective: all ranks call it, each having called :meth:`update`.
         """
-        weight = linear_of(predictor, "DirectPred").weight
+        weight = self._weight_of(predictor)
         if self._sums is None or self._counts is None:
             raise RuntimeError(
                 "step() without update(): no predictor inputs were seen; is the module in training mode?"
@@ -175,29 +211,28 @@ class DirectPredictorUpdate:
         self.steps += 1
         if self.steps % self.freq:
             return False
-        # Broadcast: equal F on all ranks need not give bitwise equal eigenvectors.
-        weight.copy_(broadcast(self._predictor().to(weight)))
+        # Broadcast: equal F on all ranks need not give bitwise equal eigenvectors. A part not yet seen keeps its start.
+        parts = weight.view(-1, *weight.shape[-2:]).clone()
+        for part in self.seen.nonzero()[:, 0].tolist():
+            parts[part] = self._predictor(part).to(weight)
+        weight.copy_(broadcast(parts).view_as(weight))
         return True
 
-    def _predictor(self) -> Tensor:
-        assert self.F is not None and self.seen is not None
-        parts = []
-        for part in self.seen.nonzero()[:, 0].tolist():
-            F = self.F[part]
-            if self.M is None:
-                parts.append(direct_predictor(F, self.eps, self.shift))
-            else:
-                parts.append(optimal_predictor(F, self.M[part], self.reg * float(F.diagonal().mean())))
-        return torch.stack(parts).mean(dim=0)
+    def _predictor(self, part: int) -> Tensor:
+        assert self.F is not None
+        F = self.F[part]
+        if self.M is None:
+            return direct_predictor(F, self.eps, self.shift)
+        return optimal_predictor(F, self.M[part], self.reg * float(F.diagonal().mean()))
 
-    def _sides(self, f: Tensor) -> Tensor:
-        """Indicators of the side of each hyperplane a row lies on, [2 partitions, N]; all ones without partitions."""
+    def _weight_of(self, predictor: nn.Module) -> Tensor:
         if not self.partitions:
-            return f.new_ones(1, len(f))
-        generator = torch.Generator().manual_seed(self.seed)
-        normals = torch.randn(self.partitions, f.shape[1], generator=generator, dtype=torch.float64).to(f)
-        positive = (f @ normals.T).T > 0
-        return torch.cat([positive, ~positive]).to(f)
+            return linear_of(predictor, "DirectPred").weight
+        if not isinstance(predictor, PartitionedLinear) or predictor.partitions != self.partitions:
+            raise ValueError(
+                f"partitions={self.partitions} sets a PartitionedLinear of as many hyperplanes, got {predictor}"
+            )
+        return predictor.weight
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "F": self.F, "M": self.M, "seen": self.seen}

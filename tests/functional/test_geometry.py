@@ -71,11 +71,42 @@ def test_effective_rank_closed_forms():
 
 def test_principal_plane_is_scikit_learns_pca():
     x = torch.randn(30, 5, dtype=torch.float64) + torch.tensor([1.0, 0, 0, 2, 0], dtype=torch.float64)
-    plane, share = principal_plane(x)
+    plane, share = principal_plane(x, centre=True)
     pca = PCA(2).fit(F.normalize(x, dim=1).numpy())
     expected = torch.from_numpy(pca.transform(F.normalize(x, dim=1).numpy()))
     torch.testing.assert_close(plane.abs(), expected.abs())  # up to the axes' signs
     assert share.item() == pytest.approx(pca.explained_variance_ratio_.sum())
+
+
+@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize(("rows", "dim"), [(30, 5), (5, 30), (9, 9)])
+def test_principal_plane_is_the_leading_singular_plane(rows, dim, centre):
+    """By the smaller Gram matrix: the same coordinates as a singular value decomposition's."""
+    x = torch.randn(rows, dim, dtype=torch.float64) + 0.5
+    plane, share = principal_plane(x, centre=centre)
+    unit = F.normalize(x, dim=1)
+    unit = unit - unit.mean(0) if centre else unit
+    u, s, _ = torch.linalg.svd(unit, full_matrices=False)
+    torch.testing.assert_close(plane.abs(), (u[:, :2] * s[:2]).abs(), atol=1e-10, rtol=1e-8)
+    assert share.item() == pytest.approx((s[:2].square().sum() / s.square().sum()).item())
+
+
+def resultant_length(plane):
+    return F.normalize(plane, dim=1).mean(0).norm().item()
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(512, 64), (64, 512)])
+def test_collapse_is_one_point_of_the_circle(rows, dim):
+    """RAFT Fig. 5: complete collapse is one point, healthy features go round; centred, both would be even rings."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(rows, dim, generator=generator, dtype=torch.float64)
+    collapsed = torch.randn(dim, generator=generator, dtype=torch.float64) + 1e-3 * noise
+    assert resultant_length(principal_plane(collapsed)[0]) > 0.999
+    assert resultant_length(principal_plane(collapsed, centre=True)[0]) < 0.2
+    assert resultant_length(principal_plane(noise)[0]) < 0.2
+    exact = torch.ones(rows, dim)
+    plane, share = principal_plane(exact)
+    assert resultant_length(plane) == pytest.approx(1, abs=1e-5) and share.item() == pytest.approx(1, abs=1e-5)
 
 
 def test_effective_rank_gradient():

@@ -19,7 +19,7 @@ CASES = [
     (BYOL, {"predictor": "none", "momentum": 0.0, "stop_gradient": False}),
     (BYOL, {"predictor": "linear", "normalize": False, "tangential": True}),
     (SimSiam, {}),
-    (DirectPred, {"partitions": 1}),
+    (DirectPred, {"partitions": 3, "predictor_bias": True}),
     (DirectPred, {"mode": "optimal"}),
     (BarlowTwins, {"lambd": 0.02}),
     (RAFT, {}),

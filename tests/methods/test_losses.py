@@ -53,20 +53,23 @@ CONTRASTIVE = {
     "nce": lambda p, n, c: -torch.log(torch.exp(-p / TAU) / (torch.exp(-p / TAU) + torch.exp(-n / TAU).sum())),
     "exact_simple": lambda p, n, c: (p - n).sum(),
     "exact_triplet": lambda p, n, c: ((p - n) / (1 + torch.exp((c - MARGIN) / TAU))).sum(),
-    "exact_nce": lambda p, n, c: (torch.exp(-c / TAU) / (1 + torch.exp(-c / TAU).sum()) / TAU * (p - n)).sum(),
+    "exact_nce": lambda p, n, c: ((p - n) / (1 + torch.exp(c / TAU)) / TAU).sum(),
 }
 
 
+@pytest.mark.parametrize("form", ["table", "text"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("loss", CONTRASTIVE)
-def test_simclr(loss, normalize, batch):
-    model = double(SimCLR, loss=loss, tau=TAU, margin=MARGIN, beta=0.7, normalize=normalize)
+def test_simclr(loss, normalize, form, batch):
+    model = double(SimCLR, loss=loss, tau=TAU, margin=MARGIN, beta=0.7, normalize=normalize, beta_form=form)
     (z1, z2), *_ = outputs(model, batch)
     clean = model.project(batch.image).detach()
     if normalize:
         z1, z2, clean = (F.normalize(z, dim=1) for z in (z1, z2, clean))
     expected = contrastive_by_loops(z1, z2, clean, CONTRASTIVE[loss])
-    expected = expected + 0.7 * 0.5 * ((z1 - z2) ** 2).sum(1).mean()
+    r_pos = 0.5 * ((z1 - z2) ** 2).sum(1).mean()
+    table = loss == "nce" and form == "table"  # the extended loss behind DDN-v2's Table 3
+    expected = (expected + 0.7 / TAU * r_pos) / 1.7 if table else expected + 0.7 * r_pos
     value = model.losses(batch)["loss"]
     torch.testing.assert_close(value, expected)
     ours, theirs = (torch.autograd.grad(v, list(model.parameters())) for v in (value, expected))
@@ -80,14 +83,16 @@ def test_simclr_is_the_peers_nt_xent(batch):
     torch.testing.assert_close(model.losses(batch)["loss"], NTXentLoss(temperature=0.2)(z1, z2))
 
 
-def test_simclr_exact_losses_can_weigh_pair_by_pair_or_by_augmented_distances(batch):
-    pairwise = double(SimCLR, loss="exact_nce", tau=TAU, joint_weights=False)
-    (z1, z2), *_ = outputs(pairwise, batch)
-    z1, z2, clean = (F.normalize(z, dim=1) for z in (z1, z2, pairwise.project(batch.image)))
-    expected = contrastive_by_loops(
-        z1, z2, clean, lambda p, n, c: ((p - n) * torch.sigmoid(-c.detach() / TAU) / TAU).sum()
-    )
-    torch.testing.assert_close(pairwise.losses(batch)["loss"], expected)
+def test_simclr_exact_losses_can_weigh_jointly_or_by_augmented_distances(batch):
+    joint = double(SimCLR, loss="exact_nce", tau=TAU, joint_weights=True)
+    (z1, z2), *_ = outputs(joint, batch)
+    z1, z2, clean = (F.normalize(z, dim=1) for z in (z1, z2, joint.project(batch.image)))
+
+    def jointly(p, n, c):
+        shares = torch.exp(-c.detach() / TAU)
+        return (shares / (1 + shares.sum()) / TAU * (p - n)).sum()
+
+    torch.testing.assert_close(joint.losses(batch)["loss"], contrastive_by_loops(z1, z2, clean, jointly))
 
     augmented = double(SimCLR, loss="exact_triplet", tau=TAU, margin=MARGIN, exact_weights="augmented")
     expected = contrastive_by_loops(z1, z2, z1, lambda p, n, c: ((p - n) * torch.sigmoid((MARGIN - n) / TAU)).sum())

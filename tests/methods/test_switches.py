@@ -206,3 +206,55 @@ def test_bounds_linear_simsiam(dim):
     model = SimSiam(backbone="small_conv", projector="linear", predictor="linear", dim=dim)
     assert isinstance(model.projector, torch.nn.Linear) and isinstance(model.predictor, torch.nn.Linear)
     assert model.project(torch.randn(2, 3, 32, 32)).shape == (2, dim)
+
+
+def test_partitions_make_the_predictor_depend_on_the_features():
+    """A static average of the sides' predictors would be linear in the features."""
+    model = small(DirectPred, partitions=2, rho=0.0, optimizer=sgd(), momentum=0.0)
+    step(model, make_batch(rows=16))
+    z = torch.randn(64, 8)
+    scaled = model.predictor(z)
+    matrix = torch.linalg.lstsq(z, scaled).solution
+    assert (z @ matrix - scaled).norm() > 0.01 * scaled.norm()
+    sides = model.predictor.sides(z)
+    same = sides.T[:, None].eq(sides.T[None]).all(-1)  # rows that lie on the same sides of both hyperplanes
+    group = same[0].nonzero()[:, 0]
+    within = torch.linalg.lstsq(z[group], scaled[group]).solution if len(group) >= 8 else None
+    assert within is not None and (z[group] @ within - scaled[group]).norm() < 1e-4 * scaled.norm()
+    # The loss uses the sides of the batch at hand: those of the batch mean, not of the origin.
+    batch = make_batch(rows=16, seed=3)
+    model.losses(batch)
+    first = model._sides[0]
+    projections = model.project(batch.views[0]).double() @ model.predictor.normals.double().T
+    assert torch.equal(first, (projections >= projections.mean(0)).T)
+
+
+def test_a_symmetric_two_layer_predictor_is_its_own_mirror_image_after_each_step():
+    model = small(BYOL, symmetric_predictor=True, optimizer=sgd())
+    first, second = (m for m in model.predictor if isinstance(m, torch.nn.Linear))
+    assert torch.equal(first.weight, second.weight.T)
+    before = first.weight.detach().clone()
+    step(model, make_batch())
+    assert torch.equal(first.weight, second.weight.T) and not torch.equal(first.weight, before)
+
+
+@pytest.mark.parametrize(("init", "reset", "bound"), [("default", "xavier", 24), ("default", "default", 8)])
+def test_resets_draw_as_the_paper_does(init, reset, bound):
+    """Xavier's range is sqrt(6 / (fan_in + fan_out)), PyTorch's default 1 / sqrt(fan_in)."""
+    model = small(BYOL, predictor_init=init, predictor_reset_init=reset, predictor_reset_every=1)
+    fit(model, batches=1, max_epochs=2)
+    weight = model.predictor[0].weight  # 8 to 16, a step after its reset
+    limit = (6 / bound) ** 0.5 if reset == "xavier" else bound**-0.5
+    assert 0.9 * limit < weight.abs().max() < 1.1 * limit
+
+
+@pytest.mark.parametrize("method", [BYOL, RAFT])
+def test_tangential_gradients_change_nothing_of_normalised_losses(method):
+    """The loss does not change with a prediction's length, so its gradient has no other part (RAFT Sec. 5)."""
+    batch = make_batch(dtype=torch.float64)
+    plain, tangential = (gradients(small(method, tangential=t).double(), batch) for t in (False, True))
+    for name, gradient in plain.items():
+        torch.testing.assert_close(tangential[name], gradient, rtol=1e-9, atol=1e-12)
+    bare = {"normalize": False, "predictor": "linear"}
+    plain, tangential = (gradients(small(BYOL, tangential=t, **bare).double(), batch) for t in (False, True))
+    assert not torch.allclose(plain["predictor.weight"], tangential["predictor.weight"])

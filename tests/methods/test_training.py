@@ -116,12 +116,13 @@ def test_checkpoints_hold_everything_and_load_with_weights_only(method, tmp_path
         assert torch.equal(loaded.direct.F, model.direct.F)
 
 
-@pytest.mark.parametrize("method", [BYOL, DirectPred, SimSiam])
-def test_a_resumed_run_is_the_uninterrupted_one(method, tmp_path):
-    options = {"max_epochs": 2, "enable_checkpointing": True}
-    whole = small(method)
-    fit(whole, callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)], **options)
-    resumed = small(method, seed=1)
+@pytest.mark.parametrize(
+    ("method", "options"), [(BYOL, {}), (DirectPred, {}), (DirectPred, {"partitions": 3, "freq": 3}), (SimSiam, {})]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(method, options, tmp_path):
+    whole, every = small(method, **options), ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(whole, callbacks=[every], max_epochs=2, enable_checkpointing=True)
+    resumed = small(method, seed=1, **options)
     fit(resumed, max_epochs=2, ckpt_path=tmp_path / "epoch=0.ckpt")
     for (name, a), b in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -234,7 +235,10 @@ def test_all_ranks_stop_when_one_is_poisoned(method):
         (DirectPred, {"predictor": "mlp"}, 'predictor="linear"'),
         (DirectPred, {"rho": 1.5}, "`rho`"),
         (BYOL, {"stop_gradient": False}, "momentum=0"),
-        (BYOL, {"symmetric_predictor": True}, 'predictor="linear"'),
+        (BYOL, {"predictor_reset_init": "zeros"}, "`predictor_reset_init`"),
+        (BYOL, {"head_init": "zeros"}, "`head_init`"),
+        (SimCLR, {"beta": -1.0}, "`beta_form`"),
+        (SimSiam, {"projector_layers": 0}, "`projector_layers`"),
         (BYOL, {"predictor": "none", "symmetric_predictor": True}, 'predictor="linear"'),
         (BYOL, {"predictor": "cubic"}, "`predictor`"),
         (BYOL, {"predictor_init": "uniform"}, "`init_range`"),

@@ -16,13 +16,16 @@ from lightning_ssl.nn import (
     TargetNetwork,
     add_gradient_noise_,
     build_backbone,
+    build_norm,
     build_predictor,
     ema_momentum,
     gather_rows,
+    init_head_,
     mix_weights_,
     mlp,
     num_features,
     rank_weight,
+    reset_parameters_,
     tangential,
     warmup_cosine,
 )
@@ -93,13 +96,66 @@ def test_predictors():
     assert torch.equal(build_predictor("linear", 4, init="identity").weight, torch.eye(4))
     assert build_predictor("linear", 4, bias=False).bias is None
     assert [type(m) for m in build_predictor("mlp", 4, 8)] == [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Linear]
-    assert [type(m) for m in build_predictor("linear", 4, norm="batch")] == [nn.Linear, nn.BatchNorm1d]
+    before = build_predictor("linear", 4, norm="batch", affine=False)
+    assert [type(m) for m in before] == [nn.BatchNorm1d, nn.Linear] and before[0].weight is None
+    after = build_predictor("linear", 4, norm="batch", norm_place="after")
+    assert [type(m) for m in after] == [nn.Linear, nn.BatchNorm1d]
+    with pytest.raises(ValueError, match="norm_place"):
+        build_predictor("linear", 4, norm="batch", norm_place="inside")
     positive = build_predictor("mlp", 4, 8, init="positive", init_range=0.01)
     assert positive[0].weight.min() >= 0 and positive[0].weight.max() <= 0.01
     with pytest.raises(ValueError, match="none"):
         build_predictor("none", 4, init="identity")
     with pytest.raises(ValueError, match="predictor"):
         build_predictor("quadratic", 4)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_norm_after_a_linear_predictor_undoes_the_range_of_its_weights(place):
+    """DDN-v1 Tables 7-9 sweep that range, from 0.003 to 0.05: their BatchNorm comes before."""
+    x = torch.randn(64, 16)
+    outputs = [
+        build_predictor("linear", 16, norm="batch", init="positive", init_range=r, seed=0, norm_place=place)(x)
+        for r in (0.003, 0.05)
+    ]
+    ratio = float(outputs[1].norm() / outputs[0].norm())
+    assert ratio == pytest.approx(0.05 / 0.003, rel=1e-4) if place == "before" else ratio < 1.2
+
+
+def test_xavier_resets_have_xaviers_range():
+    layer = nn.Linear(128, 128)
+    reset_parameters_(layer, "xavier", seed=1)
+    bound = (6 / 256) ** 0.5  # 0.153; PyTorch's default would end at 0.088
+    assert 0.99 * bound < layer.weight.abs().max() <= bound and layer.bias.abs().max() == 0
+
+
+@pytest.mark.parametrize(("init", "deviation", "largest"), [("normal", 0.01, 0.06), ("lecun", 0.88 / 16, 2 / 16)])
+def test_head_inits(init, deviation, largest):
+    head = mlp([256, 256, 256])
+    init_head_(head, init)
+    assert head[0].weight.std().item() == pytest.approx(deviation, rel=0.05)
+    assert head[0].weight.abs().max() <= largest and head[3].bias.abs().max() == 0
+    before = head[0].weight.clone()
+    init_head_(head, "default")
+    assert torch.equal(before, head[0].weight)
+    with pytest.raises(ValueError, match="head_init"):
+        init_head_(head, "orthogonal")
+
+
+@pytest.mark.parametrize(("name", "last"), [("resnet18", "bn2"), ("resnet50", "bn3")])
+def test_zero_initialised_residuals_start_as_the_identity(name, last):
+    plain, zero = build_backbone(name), build_backbone(name, zero_init_residual=True)
+    assert float(getattr(plain.layer2[1], last).weight.abs().min()) == 1
+    assert all(float(getattr(b, last).weight.abs().max()) == 0 for layer in (zero.layer1, zero.layer4) for b in layer)
+    x = torch.randn(2, zero.layer2[1].conv1.in_channels, 4, 4).relu()
+    assert torch.equal(zero.eval().layer2[1](x), x)
+
+
+def test_a_scale_without_a_shift():
+    norm = build_norm("batch", 4, affine="scale")
+    assert norm.weight.requires_grad and not norm.bias.requires_grad and norm.bias.abs().max() == 0
+    with pytest.raises(ValueError, match="affine"):
+        build_norm("batch", 4, affine="shift")
 
 
 def test_target_follows_and_takes_no_gradient():

@@ -3,7 +3,13 @@ import torch
 from torch import nn
 
 from lightning_ssl.functional import direct_predictor, optimal_predictor
-from lightning_ssl.nn import DirectPredictorUpdate, reset_parameters_, symmetrize_
+from lightning_ssl.nn import (
+    DirectPredictorUpdate,
+    PartitionedLinear,
+    reset_parameters_,
+    symmetrize_,
+    symmetrize_two_layers_,
+)
 from tests.ddp import run_ranks
 
 
@@ -14,6 +20,19 @@ def test_symmetrize():
     assert torch.equal(layer.weight, layer.weight.T)
     torch.testing.assert_close(layer.weight, (weight + weight.T) / 2)
     assert layer.weight.requires_grad
+
+
+def test_symmetrize_two_layers():
+    predictor = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+    first, second = predictor[0].weight.detach().clone(), predictor[3].weight.detach().clone()
+    biases = [predictor[i].bias.detach().clone() for i in (0, 3)]
+    symmetrize_two_layers_(predictor)
+    torch.testing.assert_close(predictor[0].weight, (first + second.T) / 2)
+    assert torch.equal(predictor[3].weight, predictor[0].weight.T)
+    assert all(torch.equal(predictor[i].bias, b) for i, b in zip((0, 3), biases, strict=True))
+    for wrong in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5))):
+        with pytest.raises(ValueError, match="two layers"):
+            symmetrize_two_layers_(wrong)
 
 
 @pytest.mark.parametrize("predictor", [nn.Linear(4, 3), nn.Identity(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))])
@@ -99,30 +118,61 @@ def test_optimal_mode_solves_for_the_symmetric_predictor():
         update.update(f)
 
 
-def test_partitions_average_the_predictors_of_the_sides():
-    layer, update = nn.Linear(5, 5), DirectPredictorUpdate(rho=0.0, partitions=3, seed=7)
-    f = batches(1)[0][0].double()
-    update.update(f)
-    update.step(layer)
-    normals = torch.randn(3, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    sides = [f[(f @ n > 0) == side] for n in normals for side in (True, False)]
-    expected = torch.stack([direct_predictor(x.T @ x / len(x)) for x in sides]).mean(0)
-    torch.testing.assert_close(layer.weight.detach(), expected.float())
+def test_partitions_give_each_row_the_predictors_of_its_own_sides():
+    """By hand, row by row: split at the batch mean of each projection, an F a side, the mean of a row's own maps."""
+    layer = PartitionedLinear(nn.Linear(5, 5, bias=False), partitions=3, seed=7).double()
+    update = DirectPredictorUpdate(rho=0.0, partitions=3)
+    f = batches(1)[0][0].double() + 1.0  # off the origin: a hyperplane through it would leave a side almost empty
+    normals = torch.randn(3, 5, generator=torch.Generator().manual_seed(7)).double()
+    sides = layer.sides(f, layer.thresholds_of(f))
+    update.update(f, sides=sides)
+    assert update.step(layer)
+    expected = []
+    for row in f:
+        maps = []
+        for normal in normals:
+            projections = f @ normal
+            above = projections >= projections.mean()
+            same = f[above == (row @ normal >= projections.mean())]
+            maps.append(direct_predictor(same.T @ same / len(same)))
+        expected.append(torch.stack(maps).mean(0) @ row)
+    expected = torch.stack(expected)
+    torch.testing.assert_close(layer(f, sides), expected)
+    torch.testing.assert_close(layer(f), expected)  # with the thresholds of the step, one row at a time too
+    torch.testing.assert_close(layer(f[3:4]), expected[3:4])
+    # No one matrix does that: the least-squares one leaves a residue.
+    static = torch.linalg.lstsq(f, expected).solution
+    assert (f @ static - expected).norm() > 0.01 * expected.norm()
 
 
-def test_a_side_without_rows_keeps_its_average_and_an_unseen_one_does_not_count():
-    update, layer = DirectPredictorUpdate(rho=0.5, partitions=1, seed=7), nn.Linear(5, 5)
-    normal = torch.randn(1, 5, generator=torch.Generator().manual_seed(7), dtype=torch.float64)[0]
+def test_a_side_without_rows_keeps_its_average_and_an_unseen_one_its_start():
+    start = nn.Linear(5, 5)
+    layer, update = PartitionedLinear(start, 1), DirectPredictorUpdate(rho=0.5, partitions=1)
     f = batches(1)[0][0].double()
-    positive = f * torch.sign(f @ normal)[:, None]
-    update.update(positive)
+    above, moment = torch.ones(1, len(f), dtype=torch.bool), f.T @ f / len(f)
+    update.update(f, sides=above)
     update.step(layer)
-    expected = direct_predictor(f.T @ f / len(f))
-    torch.testing.assert_close(layer.weight.detach(), expected.float())
-    update.update(-2 * positive)
+    torch.testing.assert_close(layer.weight[0, 1].detach(), direct_predictor(moment).float())
+    assert torch.equal(layer.weight[0, 0], start.weight)
+    update.update(2 * f, sides=~above)
     update.step(layer)
-    torch.testing.assert_close(update.F[0], f.T @ f / len(f))
-    torch.testing.assert_close(update.F[1], 4 * f.T @ f / len(f))
+    torch.testing.assert_close(update.F[1], moment)
+    torch.testing.assert_close(update.F[0], 4 * moment)
+
+
+def test_partitions_must_fit_the_predictor_and_the_rows():
+    update, rows = DirectPredictorUpdate(partitions=2), torch.randn(4, 5)
+    with pytest.raises(ValueError, match="`sides`"):
+        update.update(rows)
+    with pytest.raises(ValueError, match="`sides`"):
+        update.update(rows, sides=torch.ones(3, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="`sides`"):
+        DirectPredictorUpdate().update(rows, sides=torch.ones(2, 4, dtype=torch.bool))
+    update.update(rows, sides=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="PartitionedLinear"):
+        update.step(nn.Linear(5, 5))
+    with pytest.raises(ValueError, match="square"):
+        PartitionedLinear(nn.Linear(5, 4), 2)
 
 
 def test_state_continues_where_it_stopped(tmp_path):
@@ -151,21 +201,34 @@ def test_bad_arguments_are_named(bad):
         DirectPredictorUpdate(**bad)
 
 
-def direct_on_rank(rank, world_size, mode):
-    layer, update = nn.Linear(5, 5), DirectPredictorUpdate(rho=0.5, mode=mode, partitions=2)
+def direct_steps(mode, partitions, rows=slice(None)):
+    torch.manual_seed(0)
+    layer, update = nn.Linear(5, 5), DirectPredictorUpdate(rho=0.5, mode=mode, partitions=partitions)
+    if partitions:
+        layer = PartitionedLinear(layer, partitions)
     for f, target in batches(3):
-        rows = slice(0, 5) if rank == 0 else slice(5, None)  # unequal shards
-        update.update(f[rows], target[rows])
+        f, target = f[rows], target[rows]
+        sides = layer.sides(f, layer.thresholds_of(f)) if partitions else None
+        update.update(f, target if mode == "optimal" else None, sides)
         update.step(layer)
     return layer.weight.detach()
 
 
+def direct_on_rank(rank, world_size, mode, partitions):
+    return direct_steps(mode, partitions, slice(0, 5) if rank == 0 else slice(5, None))  # unequal shards
+
+
+@pytest.mark.parametrize("partitions", [0, 2])
 @pytest.mark.parametrize("mode", ["direct", "optimal"])
-def test_two_ranks_equal_one_process(mode):
-    layer, update = nn.Linear(5, 5), DirectPredictorUpdate(rho=0.5, mode=mode, partitions=2)
-    for f, target in batches(3):
-        update.update(f, target)
-        update.step(layer)
-    first, second = run_ranks(2, direct_on_rank, mode)
+def test_two_ranks_equal_one_process(mode, partitions):
+    first, second = run_ranks(2, direct_on_rank, mode, partitions)
     assert torch.equal(first, second)
-    torch.testing.assert_close(first, layer.weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first, direct_steps(mode, partitions), rtol=1e-5, atol=1e-6)
+
+
+def test_the_callback_refuses_partitions():
+    """A callback cannot make a stranger's linear layer depend on the features."""
+    from lightning_ssl.callbacks import DirectPredictor
+
+    with pytest.raises(ValueError, match="partitions"):
+        DirectPredictor(partitions=2)

@@ -28,8 +28,9 @@ TREES, IMAGES = ("epochs", "loss"), ("epochs",)
 
 EXPERIMENTS = {
     "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (9, 9), TREES),
+    "table2": Experiment("trees:v1_table2", "DDN-v1 Table 2: HLTM correlations with 2 and 5 units", (3, 3), TREES),
     "covop-growth": Experiment(
-        "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (12, 75), TREES
+        "trees:covop_growth", "DDN-v2 Figs 13-14: covariance-operator norms grow", (25, 60), TREES
     ),
     "two-layer": Experiment("clusters:two_layer", "DDN-v1 Figs 7-8: two-layer networks on ten Gaussians", (1.5, 1.5)),
     "phase-portraits": Experiment(
@@ -41,7 +42,10 @@ EXPERIMENTS = {
     "commutator": Experiment("dynamics:commutator", "DirectPred Fig 9: the commutator of F and W_p", (0.3, 0.5)),
     "bound": Experiment("images:bound", "Bound Figs 3-4: L_bound against kNN, on digits", (2, 8), IMAGES),
     "byol-ablations": Experiment(
-        "images:byol_ablations", "RAFT Table 1, DDN-v1 Tables 3-5: patterns on digits", (6, 60), IMAGES
+        "images:byol_ablations", "RAFT Table 1, DDN-v1 Tables 3-5: patterns on digits", (18, 60), IMAGES
+    ),
+    "raft-figures": Experiment(
+        "images:raft_figures", "RAFT Figs 1 and 4: predictors and beta over training, on digits", (8, 25), IMAGES
     ),
     "overlay": Experiment(
         "overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.3, 0.3), ("run", *OVERLAY_OPTIONS)
@@ -89,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, help="another number of epochs, where there are any")
     parser.add_argument(
-        "--loss", help='of table6 and covop-growth: "nce" (default) or "batch_ratio", the one of the authors\' code'
+        "--loss",
+        help='of table2, table6 and covop-growth: "nce" (default) or "batch_ratio", the one of the authors\' code',
     )
     group = parser.add_argument_group("overlay", "a run's log folder; the rest is read from its config unless given")
     group.add_argument("--run", metavar="LOGDIR")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssl.theory.mixture import GaussianMixture, TwoLayer
-from lightning_ssl.theory.reproduce.report import Report, Run, Table
+from lightning_ssl.theory.reproduce.report import Claim, Report, Run, Table, greater_test, sign_test
 
 SETTINGS = [(loss, normalize) for normalize in (False, True) for loss in ("simple", "nce")]
 
@@ -63,30 +63,55 @@ def two_layer(run: Run) -> Report:
         "With normalisation: mean |w_2j| of units by the number of cluster centres that activate them (Fig 8)",
         ["loss", "none", "1-2", "3-5", "6-10", "correlation of |w_2j| and the number (active units)"],
     )
-    few_many = {}
+    few_many: dict[str, tuple[float, float, float]] = {}
+    share: dict[str, Tensor] = {}  # of selective units among a run's active ones
     for loss in ("nce", "simple"):
-        w2, active = results[loss, True]["w2"].abs().flatten(), results[loss, True]["active"].flatten()
+        each_w2, each = results[loss, True]["w2"].abs(), results[loss, True]["active"]
+        few = (each > 0) & (each <= 2)
+        share[loss] = few.sum(1) / (each > 0).sum(1).clamp_min(1)
+        larger = sum(
+            bool(a.any() and b.any() and w[a].mean() > w[b].mean())
+            for w, a, b in zip(each_w2, few, each > 2, strict=True)
+        )
+        w2, active = each_w2.flatten(), each.flatten()
         groups = [w2[(active >= low) & (active <= high)] for low, high in ((0, 0), (1, 2), (3, 5), (6, 10))]
         alive = active > 0
         rho = torch.corrcoef(torch.stack([w2[alive], active[alive].float()]))[0, 1].item()
-        few_many[loss] = w2[alive & (active <= 2)].mean().item(), w2[active > 2].mean().item()
+        means = w2[alive & (active <= 2)].mean().item(), w2[active > 2].mean().item()
+        few_many[loss] = (*means, sign_test(larger, runs))
         selective.rows.append(
             (loss, *(f"{g.mean():.3f} (n={len(g)})" if len(g) else "-" for g in groups), f"{rho:.2f}")
         )
-    claims = [
+    claims: list[Claim | tuple[Any, ...]] = [
         (
             f"L_simp, not normalised, blows up in every run: {int(diverged['simple'].sum())} of {runs}",
             bool(diverged["simple"].all()),
+            sign_test(int(diverged["simple"].sum()), runs),
         ),
-        (f"and faster than exponentially: log norm convex in {convex} of {runs} runs", convex == runs),
-        (f"L_nce stays stable: no run diverges, median growth x{ratio:.2f}", not diverged["nce"].any()),
+        (
+            f"and faster than exponentially: log norm convex in {convex} of {runs} runs",
+            convex == runs,
+            sign_test(convex, runs),
+        ),
+        (
+            f"L_nce stays stable: no run diverges, median growth x{ratio:.2f}",
+            not diverged["nce"].any(),
+            sign_test(int((~diverged["nce"]).sum()), runs),
+        ),
         *[
             (
-                f"L_{loss}, normalised: units of 1-2 clusters have the larger |w_2j|: {few:.3f} > {many:.3f}",
+                f"Fig 8, L_{loss}, normalised: units of 1-2 clusters have the larger |w_2j|: {few:.3f} > {many:.3f}",
                 few > many,
+                p,
             )
-            for loss, (few, many) in few_many.items()
+            for loss, (few, many, p) in few_many.items()
         ],
+        (
+            "Fig 8: L_nce makes more units selective (of 1-2 clusters, among the active) than L_simp: "
+            f"{share['nce'].mean():.2f} against {share['simple'].mean():.2f} of a run's units",
+            bool(share["nce"].mean() > share["simple"].mean()),
+            greater_test(share["nce"], share["simple"]),
+        ),
     ]
 
     def draw(figure: Any) -> None:

@@ -12,14 +12,13 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor
 
 from lightning_ssl import functional
 from lightning_ssl.data import ImageDataModule
 from lightning_ssl.methods import BYOL, RAFT, BarlowTwins, BYOLPrime, SimSiam
 from lightning_ssl.nn import SmallConv
-from lightning_ssl.theory.reproduce.report import Report, Run, Table
+from lightning_ssl.theory.reproduce.report import Claim, Report, Run, Table, greater_test, rank_test, sign_test
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:
@@ -136,7 +135,7 @@ def _measure(model: Any, seed: int) -> dict[str, float]:
 
 def byol_ablations(run: Run) -> Report:
     """RAFT Table 1 and DDN-v1 Tables 3-5 on digits."""
-    seeds, epochs = range(run.seed, run.seed + run.pick(1, 5)), int(run.options.get("epochs") or run.pick(30, 60))
+    seeds, epochs = range(run.seed, run.seed + run.pick(3, 5)), int(run.options.get("epochs") or run.pick(30, 60))
     runs: dict[str, tuple[Any, dict[str, Any]]] = {f"raft/{k}": (m, o) for k, (m, o, _) in RAFT_TABLE1.items()}
     runs |= {f"table3/{k}": (BYOL, o) for k, (o, _) in TABLE3.items()}
     runs |= {f"table4/{k}": (BYOL, {**MLP, "projector_norm": k, "predictor_norm": k}) for k in TABLE4}
@@ -184,43 +183,63 @@ def byol_ablations(run: Run) -> Report:
     resets += [(str(t), mean(f"table5/{t}"), v) for t, v in ((2, 78.6), (5, 79.1), (10, 79.0))]
     fifth.rows = [(t, f"{ours:.1f}", published) for t, ours, published in resets]
 
+    def above(larger: str, smaller: str, key: str = "probe", slack: float = 0.0) -> float:
+        return greater_test(results[larger][key] + slack, results[smaller][key])
+
     learnt = [k for k in RAFT_TABLE1 if not k.endswith("none")]
-    rank3 = spearmanr([mean(f"table3/{k}") for k in TABLE3], [v for _, v in TABLE3.values()]).statistic
-    rank4 = spearmanr([mean(f"table4/{k}") for k in TABLE4], list(TABLE4.values())).statistic
-    all_parts, best = mean("table3/P, EMA, BN"), max(mean(f"table3/{k}") for k in TABLE3)
-    kept = [mean(f"table4/{k}") for k in TABLE4 if k.startswith("mean")]
-    detached = [mean(f"table4/{k}") for k in TABLE4 if k.startswith("detached_mean")]
+    rank3, p3 = rank_test([mean(f"table3/{k}") for k in TABLE3], [v for _, v in TABLE3.values()])
+    rank4, p4 = rank_test([mean(f"table4/{k}") for k in TABLE4], list(TABLE4.values()))
+    whole = "table3/P, EMA, BN"
+    others = [f"table3/{k}" for k in TABLE3 if f"table3/{k}" != whole]
+    best = max(others, key=mean)
+    kept = [f"table4/{k}" for k in TABLE4 if k.startswith("mean")]
+    detached = [f"table4/{k}" for k in TABLE4 if k.startswith("detached_mean")]
+    worst_kept, best_detached = min(kept, key=mean), max(detached, key=mean)
     claims = [
-        (
+        Claim(
             "with a predictor every method beats the untrained encoder: "
             + ", ".join(f"{mean(f'raft/{k}'):.0f}" for k in learnt)
             + f" > {base:.0f}",
             all(mean(f"raft/{k}") > base for k in learnt),
+            max(above(f"raft/{k}", "untrained") for k in learnt),
         ),
-        (
+        Claim(
             "and improves uniformity",
             all(mean(f"raft/{k}", "uniformity") < mean("untrained", "uniformity") for k in learnt),
+            max(above("untrained", f"raft/{k}", "uniformity") for k in learnt),
         ),
         *[
-            (
+            Claim(
                 f"{k[:-6]} without a predictor falls below it: {mean(f'raft/{k}'):.0f}, uniformity "
                 f"{mean(f'raft/{k}', 'uniformity'):.3f}, alignment {mean(f'raft/{k}', 'alignment'):.0e}",
                 mean(f"raft/{k}") < base and mean(f"raft/{k}", "uniformity") > mean("untrained", "uniformity"),
+                max(above("untrained", f"raft/{k}"), above(f"raft/{k}", "untrained", "uniformity")),
             )
             for k in ("BYOL, none", "BYOL', none")
         ],
-        (f"RAFT without a predictor does not learn: {mean('raft/RAFT, none'):.0f}", mean("raft/RAFT, none") < base),
-        (
-            f"predictor, EMA and BatchNorm together are within 2 points of the best: {all_parts:.1f}, {best:.1f}",
-            all_parts >= best - 2,
+        Claim(
+            f"RAFT without a predictor does not learn: {mean('raft/RAFT, none'):.0f}",
+            mean("raft/RAFT, none") < base,
+            above("untrained", "raft/RAFT, none"),
         ),
-        (f"Table 3's order: rank correlation {rank3:.2f}", rank3 > 0.5),
-        (f"Table 4's order: rank correlation {rank4:.2f}", rank4 > 0.5),
-        (f"a kept mean beats a detached one: {min(kept):.0f} > {max(detached):.0f}", min(kept) > max(detached)),
-        (
+        Claim(
+            "predictor, EMA and BatchNorm together are not 5 points below the best other setting: "
+            f"{mean(whole):.1f}, {mean(best):.1f} ({best.removeprefix('table3/')})",
+            mean(whole) > mean(best) - 5,
+            above(whole, best, slack=5.0),
+        ),
+        Claim(f"Table 3's order: rank correlation {rank3:.2f} over {len(TABLE3)} settings", rank3 > 0, p3),
+        Claim(f"Table 4's order: rank correlation {rank4:.2f} over {len(TABLE4)} settings", rank4 > 0, p4),
+        Claim(
+            f"a kept mean beats a detached one: {mean(worst_kept):.0f} > {mean(best_detached):.0f}",
+            mean(worst_kept) > mean(best_detached),
+            above(worst_kept, best_detached),
+        ),
+        Claim(
             f"starting the predictor anew every 10 epochs does no harm (5 points): {resets[-1][1]:.0f} against "
             f"{resets[0][1]:.0f}",
             resets[-1][1] > resets[0][1] - 5,
+            above("table5/10", whole, slack=5.0),
         ),
     ]
 
@@ -298,20 +317,22 @@ def bound(run: Run) -> Report:
             within.append(rho)
             table.rows.append((name, d, f"{path[-1, 0]:.3f}", f"{path[-1, 1]:.1f}", published[d][column], f"{rho:.2f}"))
             final[name].append((path[-1, 0].item(), path[-1, 1].item(), published[d][column]))
-    claims = []
+    claims: list[Claim] = []
     for name, rows in final.items():
         b, accuracy, theirs = zip(*rows, strict=True)
-        rank, order = spearmanr(b, accuracy).statistic, spearmanr(accuracy, theirs).statistic
+        rank, p_rank = rank_test(b, accuracy, -1)
+        order, p_order = rank_test(accuracy, theirs)
         claims += [
-            (
+            Claim(
                 f"{name}: a smaller L_bound goes with a higher kNN accuracy over d: rank correlation {rank:.2f}",
-                rank < -0.5,
+                rank < 0,
+                p_rank,
             ),
-            (f"{name}: accuracy falls with d as published: rank correlation {order:.2f}", order > 0.5),
+            Claim(f"{name}: accuracy falls with d as published: rank correlation {order:.2f}", order > 0, p_order),
         ]
     falling = sum(r < 0 for r in within)
     text = f"over training L_bound falls as accuracy rises: {falling} of {len(within)} runs"
-    claims.append((text, falling > len(within) / 2))
+    claims.append(Claim(text, falling > len(within) / 2, sign_test(falling, len(within))))
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(9, 4)
@@ -324,3 +345,145 @@ def bound(run: Run) -> Report:
             axis.legend(fontsize=6)
 
     return Report("Figs 3-4: L_bound and kNN accuracy on digits (Bound)", claims, [table], draw)
+
+
+LPI = {**LINEAR, "predictor_init": "identity", "predictor_bias": False}
+# RAFT Fig. 1: BYOL with an MLP predictor, a linear one, a linear one that starts as the identity, and none.
+FIG1 = {"MLPP": MLP, "LP": {**LINEAR, "predictor_bias": False}, "LPI": LPI, "NP": NONE}
+# RAFT Fig. 4: what the weight of the cross-model loss does.
+FIG4: dict[str, tuple[Any, dict[str, Any]]] = {
+    "BYOL'-NP": (BYOLPrime, NONE),
+    "RAFT-NP": (RAFT, NONE),
+    "RAFT-LP": (RAFT, {**LINEAR, "predictor_bias": False}),
+}
+BETAS = (1.0, 10.0, 100.0)
+
+
+def raft_figures(run: Run) -> Report:
+    """RAFT Figs 1 and 4: loss, alignment and uniformity over training, by predictor and by the weight beta."""
+    seeds, epochs = range(run.seed, run.seed + run.pick(3, 5)), int(run.options.get("epochs") or run.pick(30, 60))
+    settings: dict[str, tuple[Any, dict[str, Any]]] = {f"BYOL-{k}": (BYOL, o) for k, o in FIG1.items()}
+    settings |= {
+        f"{name}, beta {beta:g}": (method, {**options, "cross_model_weight": beta})
+        for name, (method, options) in FIG4.items()
+        for beta in BETAS
+    }
+    run.start(len(settings) * len(seeds))
+    paths: dict[str, Tensor] = {}  # [seeds, epochs + 1, (loss, alignment, uniformity, probe)]
+    for name, (method, options) in settings.items():
+        curves = []
+        for seed in seeds:
+
+            def compute(method: Any = method, options: Any = options, seed: int = seed) -> Tensor:
+                L.seed_everything(seed, verbose=False)
+                model = method(backbone=SmallConv(width=16), **options)
+                trace = Trace(seed)
+                _train(model, epochs, seed, trace)
+                probe = _measure(model, seed)["probe"]
+                return torch.tensor([[*values, probe] for values in trace.seen])
+
+            key = name.replace(", ", "-").replace(" ", "").replace("'", "p")
+            curves.append(run.stage(f"{key}-{seed}", 1, compute))
+        paths[name] = torch.stack(curves)
+
+    def last(name: str, column: int) -> Tensor:
+        return paths[name][:, -1, column]
+
+    table = Table(
+        f"First epoch and last of {epochs} on digits, mean of {len(seeds)} seeds: training loss, alignment of the "
+        "predictions, uniformity of the projections, and the final linear probe",
+        ["run", "loss", "alignment", "uniformity", "probe, %"],
+    )
+    for name, path in paths.items():
+        ends = path[:, [0, -1]].mean(0)
+        cells = [f"{ends[0, c]:.3g} → {ends[1, c]:.3g}" for c in range(3)]
+        table.rows.append((name, *cells, f"{ends[1, 3]:.1f}"))
+    lowest = paths["BYOL-LPI"][:, :, 0].min(1).values
+    recovers = paths["BYOL-LPI"][:, -1, 2], paths["BYOL-LPI"][:, :, 2].max(1).values
+    strong, weak = f"beta {BETAS[-1]:g}", f"beta {BETAS[0]:g}"
+    claims = [
+        Claim(
+            "Fig 1: without a predictor the loss goes to 0, with one it does not: "
+            f"{last('BYOL-NP', 0).mean():.1e} against {last('BYOL-MLPP', 0).mean():.2g} and "
+            f"{last('BYOL-LP', 0).mean():.2g}",
+            bool(last("BYOL-NP", 0).mean() < min(last("BYOL-MLPP", 0).mean(), last("BYOL-LP", 0).mean())),
+            max(greater_test(last(f"BYOL-{k}", 0), last("BYOL-NP", 0)) for k in ("MLPP", "LP")),
+        ),
+        Claim(
+            "Fig 1: a linear predictor that starts as the identity first nears collapse, then recovers its uniformity: "
+            f"highest {recovers[1].mean():.2f}, last {recovers[0].mean():.2f} (lowest loss {lowest.mean():.1e})",
+            bool(recovers[0].mean() < recovers[1].mean() - 0.05),
+            greater_test(recovers[1], recovers[0]),
+        ),
+        Claim(
+            "Fig 1: every predictor ends more uniform than none: "
+            + ", ".join(f"{k} {last(f'BYOL-{k}', 2).mean():.2f}" for k in FIG1),
+            all(last(f"BYOL-{k}", 2).mean() < last("BYOL-NP", 2).mean() for k in ("MLPP", "LP", "LPI")),
+            max(greater_test(last("BYOL-NP", 2), last(f"BYOL-{k}", 2)) for k in ("MLPP", "LP", "LPI")),
+        ),
+        Claim(
+            "Fig 4a: BYOL' without a predictor: alignment goes to 0 at any beta: "
+            + ", ".join(f"{last(f'BYOL{chr(39)}-NP, beta {b:g}', 1).mean():.1e}" for b in BETAS),
+            all(float(last(f"BYOL'-NP, beta {b:g}", 1).max()) < 1e-2 for b in BETAS),
+        ),
+        Claim(
+            "Fig 4b: RAFT without a predictor: a larger beta keeps alignment from vanishing: "
+            f"{last(f'RAFT-NP, {strong}', 1).mean():.2g} at {BETAS[-1]:g}, "
+            f"{last(f'RAFT-NP, {weak}', 1).mean():.2g} at {BETAS[0]:g}",
+            bool(last(f"RAFT-NP, {strong}", 1).mean() > last(f"RAFT-NP, {weak}", 1).mean()),
+            greater_test(last(f"RAFT-NP, {strong}", 1), last(f"RAFT-NP, {weak}", 1)),
+        ),
+        Claim(
+            "Fig 4c: RAFT with a linear predictor improves uniformity over training: "
+            f"{paths[f'RAFT-LP, {weak}'][:, 0, 2].mean():.2f} to {last(f'RAFT-LP, {weak}', 2).mean():.2f}",
+            bool(last(f"RAFT-LP, {weak}", 2).mean() < paths[f"RAFT-LP, {weak}"][:, 0, 2].mean()),
+            greater_test(paths[f"RAFT-LP, {weak}"][:, 0, 2], last(f"RAFT-LP, {weak}", 2)),
+        ),
+    ]
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(10, 6)
+        axes = figure.subplots(2, 3)
+        for name, path in paths.items():
+            mean = path.mean(0)
+            if name.startswith("BYOL-"):
+                axes[0, 0].plot(mean[:, 0].clamp_min(1e-8), label=name)
+                axes[0, 1].plot(mean[:, 2], label=name)
+            else:
+                column = list(FIG4).index(name.split(",")[0])
+                axes[1, column].plot(mean[:, 1].clamp_min(1e-10), mean[:, 2], ".-", label=name)
+                axes[1, column].set(xlabel="alignment", ylabel="uniformity", xscale="log")
+        axes[0, 0].set(title="loss (Fig 1a)", yscale="log", xlabel="epoch")
+        axes[0, 1].set(title="uniformity (Fig 1b)", xlabel="epoch")
+        axes[0, 2].axis("off")
+        for axis in axes.flat[[0, 1, 3, 4, 5]]:
+            axis.legend(fontsize=6)
+
+    return Report("Figs 1 and 4: predictors and weights over training, on digits (RAFT)", claims, [table], draw)
+
+
+class Trace(L.Callback):
+    """(training loss, alignment, uniformity) after each epoch, of one and the same held-out batch."""
+
+    def __init__(self, seed: int) -> None:
+        self.seen: list[list[float]] = []
+        self.losses: list[float] = []
+        self.seed = seed
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        if not hasattr(self, "views"):
+            data = _data(self.seed)
+            data.setup("fit")
+            self.views = data.on_after_batch_transfer(next(iter(data.val_dataloader())), 0).views[:2]
+        module.eval()
+        projections = [module.project(view) for view in self.views]
+        predictor = getattr(module, "predictor", torch.nn.Identity())
+        alignment = functional.alignment(*(predictor(z) for z in projections)).item()
+        module.train()
+        loss = sum(self.losses) / len(self.losses)
+        self.losses.clear()
+        self.seen.append([loss, alignment, functional.uniformity(projections[0]).item()])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 
@@ -31,26 +33,54 @@ class Table:
         return "\n".join(lines)
 
 
+LEVEL = 0.05  # of every test; a claim that chance explains better than that is not said to hold
+
+
+class Claim(NamedTuple):
+    """What the paper states, with our figures in the text, and whether they agree.
+
+    Attributes:
+        text: The statement and the figures.
+        agrees: Whether our figures point the way the paper says.
+        p: How likely figures as good are by chance alone; None where nothing is random, or the claim is itself a
+            comparison with a published number within its error.
+    """
+
+    text: str
+    agrees: bool
+    p: float | None = None
+
+    def verdict(self) -> str:
+        """ "holds", "DOES NOT HOLD", or "not shown" where it agrees but chance would do as well."""
+        if not self.agrees:
+            return "DOES NOT HOLD"
+        return "holds" if self.p is None or self.p <= LEVEL else "not shown"
+
+    def markdown(self) -> str:
+        chance = "" if self.p is None else f" (p = {self.p:.2g})"
+        return f"- {self.verdict()}: {self.text}{chance}"
+
+
 @dataclass
 class Report:
     """The outcome of an experiment.
 
     Attributes:
         title: What is reproduced.
-        claims: (what the paper states, whether our figures agree), each with the figures in its text.
+        claims: Claims, or tuples of their fields.
         tables: Our figures beside the published ones.
         draw: Draws the picture on a fresh matplotlib figure.
     """
 
     title: str
-    claims: list[tuple[str, bool]] = field(default_factory=list)
+    claims: Sequence[Claim | tuple[Any, ...]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     draw: Callable[[Any], None] | None = None
 
     def markdown(self) -> str:
         parts = [f"## {self.title}"]
         if self.claims:
-            parts.append("\n".join(f"- {'holds' if ok else 'DOES NOT HOLD'}: {text}" for text, ok in self.claims))
+            parts.append("\n".join(Claim(*claim).markdown() for claim in self.claims))
         parts += [table.markdown() for table in self.tables]
         return "\n\n".join(parts) + "\n"
 
@@ -124,6 +154,49 @@ class Run:
             text += "\n![figure](figure.png)\n"
         (self.folder / "report.md").write_text(text, encoding="utf-8")
         return text
+
+
+def sign_test(successes: int, trials: int) -> float:
+    """The probability of as many successes or more among fair coins: a trial that did not move is no success."""
+    from scipy.stats import binomtest
+
+    return float(binomtest(successes, trials, 0.5, "greater").pvalue) if trials else 1.0
+
+
+def greater_test(larger: Tensor, smaller: Tensor) -> float:
+    """Welch's one-sided p that the first sample's mean is not above the second's; 1 with fewer than 2 of either."""
+    from scipy.stats import ttest_ind
+
+    if len(larger) < 2 or len(smaller) < 2:
+        return 1.0
+    if larger.var() == 0 and smaller.var() == 0:
+        return 0.0 if larger.mean() > smaller.mean() else 1.0
+    return float(ttest_ind(larger.numpy(), smaller.numpy(), equal_var=False, alternative="greater").pvalue)
+
+
+def paired_test(after: Tensor, before: Tensor) -> float:
+    """The one-sided t-test's p that the mean of the pairs' differences is not above 0."""
+    from scipy.stats import ttest_rel
+
+    if len(after) < 2:
+        return 1.0
+    if (after - before).var() == 0:
+        return 0.0 if after.mean() > before.mean() else 1.0
+    return float(ttest_rel(after.numpy(), before.numpy(), alternative="greater").pvalue)
+
+
+def rank_test(x: Sequence[float], y: Sequence[float], sign: int = 1) -> tuple[float, float]:
+    """Spearman's rank correlation, and its one-sided p for the given sign: exact over all orders for up to 9 pairs."""
+    from scipy.stats import rankdata, spearmanr
+
+    rho = float(spearmanr(x, y).statistic)
+    if len(x) > 9:
+        return rho, float(spearmanr(x, y, alternative="greater" if sign > 0 else "less").pvalue)
+    a = torch.from_numpy(rankdata(x) - (len(x) + 1) / 2)
+    b = torch.from_numpy(rankdata(y) - (len(y) + 1) / 2)
+    orders = torch.tensor(list(itertools.permutations(range(len(x)))))
+    products = (b[orders] * a).sum(1) * sign
+    return rho, float((products >= (a * b).sum() * sign - 1e-9).double().mean())
 
 
 def z_score(ours: Sequence[float], published: tuple[float, float], n_published: int = 10) -> float:
