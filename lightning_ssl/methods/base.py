@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_ssl.distributed import all_reduce_sum, rank_weight, world_size
@@ -152,9 +153,19 @@ class Method(L.LightningModule):
         if self.warmup_epochs:
             self.trainer.fit_loop.setup_data()  # until then the length of an epoch is unknown
             steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
-            warmup = round(self.warmup_epochs * steps_per_epoch)
+            warmup = self._fitted_warmup(round(self.warmup_epochs * steps_per_epoch), int(total))
         scheduler = warmup_cosine(optimizer, int(total), warmup, cosine=self.scheduler == "cosine")
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _fitted_warmup(self, warmup: int, total: int) -> int:
+        if warmup < total:
+            return warmup
+        shorter = total // 10
+        rank_zero_warn(
+            f"`warmup_epochs`={self.warmup_epochs:g} makes {warmup} steps of warmup, but the run has only {total}: the "
+            f"rate warms up over the first tenth of the run ({shorter} steps) instead; set `warmup_epochs` to choose"
+        )
+        return shorter
 
     def _on_optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # The scaler does not call a skipping optimizer at all, but a fused one, which skips by itself.
