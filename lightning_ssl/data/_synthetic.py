@@ -37,6 +37,7 @@ class SyntheticDataModule(L.LightningDataModule):
 
     num_classes: int
     num_features: int
+    clean_image = False  # a draw has none
 
     def __init__(
         self, draws: int = 64_000, batch_size: int = 128, num_views: int = 2, probe_draws: int = 4096, seed: int = 0

@@ -148,6 +148,11 @@ class ImageDataModule(L.LightningDataModule):
         return self._source
 
     @property
+    def clean_image(self) -> bool:
+        """Whether batches hold the clean image; a method that needs it asks before training."""
+        return self.pipeline.clean_image
+
+    @property
     def num_classes(self) -> int:
         """Number of classes of the probe splits."""
         return len(self.source.classes)

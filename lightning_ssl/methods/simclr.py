@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_ssl import functional
@@ -155,13 +156,16 @@ class SimCLR(Method):
         if stage != "fit" or data is None:
             return
         if self.clean_weights and getattr(data, "clean_image", True) is False:
-            raise ValueError(
+            raise MisconfigurationException(
                 "the exact losses need clean images: set clean_image=True in the DataModule, or exact_weights="
                 '"augmented" here'
             )
         batch_size = getattr(data, "batch_size", None)
         if isinstance(batch_size, int) and self.negatives != "all":
-            self._choose_negatives(0, 0, batch_size * self.trainer.world_size)
+            try:
+                self._choose_negatives(0, 0, batch_size * self.trainer.world_size)
+            except ValueError as error:
+                raise MisconfigurationException(str(error)) from error
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.gradient_noise and self.noise_on == "gradient":
