@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_ssl.runs.cli import main, resolve_configs, shipped
-from lightning_ssl.runs.run import ResumableCSVLogger, explain
+from lightning_ssl.runs.run import ResumableCSVLogger, explain, write_embeddings
+from tests.ddp import run_ranks
 
 # The default job, cut down to seconds; what is cut is size only.
 SHORT = [
@@ -90,6 +91,30 @@ def test_one_flag_switches_to_a_method_without_predictor(folder):
     (run,) = Path("runs").iterdir()
     assert "simclr" in run.name
     assert logged(run / "metrics.csv", "train/uniformity")
+
+
+@pytest.mark.parametrize("callbacks", ["ModelCheckpoint", "null", "[]"])
+def test_one_callback_alone_needs_no_list(folder, callbacks):
+    main(["fit", "--model=SimCLR", "--name=a", f"--trainer.callbacks={callbacks}", "--trainer.max_epochs=1", *SHORT])
+    assert any(Path("runs/a").rglob("*.ckpt"))  # ModelCheckpoint is the Trainer's default, too
+
+
+def predict_on(rank, world_size, output):
+    """Rank r's rows r, r + world_size, ... and one that a sampler added, in bfloat16."""
+    index = torch.tensor([*range(rank, 10, world_size), 0])
+    features = torch.stack([index, index * 0.5], dim=1).to(torch.bfloat16)
+    write_embeddings([{"features": features, "label": index % 3, "index": index}], output)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bfloat16_embeddings_of_all_ranks_are_written_once(tmp_path, world_size):
+    output = str(tmp_path / "embeddings.npz")
+    run_ranks(world_size, predict_on, output)
+    arrays = np.load(output)
+    assert arrays["index"].tolist() == list(range(10))
+    assert arrays["features"].dtype == np.float32
+    assert arrays["features"].tolist() == [[i, i / 2] for i in range(10)]
+    assert arrays["label"].tolist() == [i % 3 for i in range(10)]
 
 
 def test_runs_do_not_collide(folder):

@@ -20,6 +20,7 @@ import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
 from lightning_ssl.callbacks._report import run_dir
+from lightning_ssl.distributed import rank, world_size
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
@@ -120,8 +121,10 @@ class RunCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Leave out the callbacks on a predictor when the method has none, so that one flag switches methods."""
         if isinstance(getattr(self.model, "predictor", None), (type(None), torch.nn.Identity)):
-            trainer = self.config_init[self.subcommand].trainer
-            trainer.callbacks = [c for c in trainer.callbacks or [] if getattr(c, "predictor", None) != "predictor"]
+            config = self.config_init[self.subcommand].trainer
+            given = config.callbacks or []
+            given = given if isinstance(given, list) else [given]  # one class alone: --trainer.callbacks=RunCheckpoint
+            config.callbacks = [c for c in given if getattr(c, "predictor", None) != "predictor"]
         trainer = super().instantiate_trainer(**kwargs)
         trainer.callbacks.insert(0, GuardLoggers())
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
@@ -138,21 +141,28 @@ class RunCLI(LightningCLI):
 
     def after_predict(self) -> None:
         """Write features, labels and indices of all ranks, in the order of the indices, each once."""
-        parts = self.trainer.predict_loop.predictions
-        rows = {name: torch.cat([part[name].cpu() for part in parts]) for name in ("features", "label", "index")}
-        if self.trainer.world_size > 1:
-            gathered: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(gathered, {name: rows[name].numpy() for name in rows})
-        else:
-            gathered = [
-                {name: rows[name].float().numpy() if name == "features" else rows[name].numpy() for name in rows}
-            ]
-        if self.trainer.is_global_zero:
-            arrays = {name: np.concatenate([part[name] for part in gathered]) for name in rows}
-            _, first = np.unique(arrays["index"], return_index=True)
-            output = self.config[self.subcommand].output
-            np.savez_compressed(output, **{name: array[first] for name, array in arrays.items()})
-            print(f"wrote {len(first)} embeddings to {output}: arrays features, label, index")
+        write_embeddings(self.trainer.predict_loop.predictions, self.config[self.subcommand].output)
+
+
+def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:
+    """Write what `predict_step` returned on all ranks to one .npz file; called by all of them.
+
+    Args:
+        parts: This rank's batches, each with the rows' "features", "label" and "index".
+        output: The file, written by the first rank. Features are float32 whatever the run's precision.
+    """
+    rows = {name: torch.cat([part[name].cpu() for part in parts]) for name in ("features", "label", "index")}
+    rows["features"] = rows["features"].float()  # numpy has no bfloat16
+    mine = {name: values.numpy() for name, values in rows.items()}
+    gathered: list[Any] = [mine]
+    if world_size() > 1:
+        gathered = [None] * world_size()
+        torch.distributed.all_gather_object(gathered, mine)
+    if rank() == 0:
+        arrays = {name: np.concatenate([part[name] for part in gathered]) for name in mine}
+        _, first = np.unique(arrays["index"], return_index=True)
+        np.savez_compressed(output, **{name: array[first] for name, array in arrays.items()})
+        print(f"wrote {len(first)} embeddings to {output}: arrays features, label, index")
 
 
 class SaveRunConfig(SaveConfigCallback):

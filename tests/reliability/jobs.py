@@ -107,7 +107,9 @@ def start(
 ) -> Any:
     """The process of a run."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_ssl.runs.run", "sklearn.datasets", "matplotlib.figure", "scipy.optimize"])
+    context.set_forkserver_preload(
+        ["lightning_ssl.runs.run", "sklearn.datasets", "matplotlib.figure", "scipy.optimize"]
+    )
     process = context.Process(target=_main, args=(str(folder), args, kill, environment or {}))
     process.start()
     return process

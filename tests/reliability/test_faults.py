@@ -21,7 +21,9 @@ from tests.callbacks.harness import History, trainer
 from tests.reliability import jobs
 
 slow = pytest.mark.slow
-SAVING = ["{class_path: lightning_ssl.runs.checkpoint.RunCheckpoint, init_args: {save_last: true, every_n_train_steps: 2}}"]
+SAVING = [
+    "{class_path: lightning_ssl.runs.checkpoint.RunCheckpoint, init_args: {save_last: true, every_n_train_steps: 2}}"
+]
 WATCHING = [jobs.CALLBACKS[2], jobs.CALLBACKS[4], jobs.REPORT, *SAVING]  # scalars, pictures, the report
 
 
