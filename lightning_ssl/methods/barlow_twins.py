@@ -9,9 +9,9 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_ssl import functional
+from lightning_ssl.distributed import row_counts
 from lightning_ssl.methods.base import Method, Schedule, views
 from lightning_ssl.nn import LARS, build_backbone, gather_rows, mlp, num_features
-from lightning_ssl.distributed import row_counts
 
 
 class BarlowTwins(Method):

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_ssl import functional
+from lightning_ssl.distributed import rank, row_counts
 from lightning_ssl.methods.base import Method, Schedule, views
 from lightning_ssl.nn import add_gradient_noise_, build_backbone, gather_rows, mix_weights_, mlp, num_features
-from lightning_ssl.distributed import rank, row_counts
 
 Loss = Literal["simple", "triplet", "nce", "exact_simple", "exact_triplet", "exact_nce"]
 

@@ -1,7 +1,7 @@
 """Backbones, heads, batch-norm parts, target network and predictor actions: what the methods are built from."""
 
-from lightning_ssl.nn.backbones import LinearBackbone, MLPBackbone, SmallConv, build_backbone, num_features
 from lightning_ssl.distributed import gather_rows, rank_weight
+from lightning_ssl.nn.backbones import LinearBackbone, MLPBackbone, SmallConv, build_backbone, num_features
 from lightning_ssl.nn.gradients import add_gradient_noise_, mix_weights_, tangential
 from lightning_ssl.nn.heads import build_predictor, mlp
 from lightning_ssl.nn.norm import BatchNormParts, build_norm

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.functional import direct_predictor, optimal_predictor
 from lightning_ssl.distributed import all_reduce_sum, broadcast
+from lightning_ssl.functional import direct_predictor, optimal_predictor
 
 PredictorInit = Literal["default", "identity", "uniform", "positive"]
 

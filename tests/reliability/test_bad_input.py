@@ -10,10 +10,10 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssl import callbacks, functional, metrics
-from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles
-from lightning_ssl.runs.cli import main
 from lightning_ssl.data import HLTMDataModule, ImageDataModule, MixtureDataModule
 from lightning_ssl.methods import BYOL, RAFT, BarlowTwins, DirectPred, SimCLR, SimSiam
+from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles
+from lightning_ssl.runs.cli import main
 from lightning_ssl.theory import ema, hltm, linear
 from lightning_ssl.theory.mixture import TwoLayer
 from tests.callbacks import strangers

@@ -4,8 +4,8 @@ import lightning.pytorch as L
 import pytest
 import torch
 
-from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, RunCheckpoint
 from lightning_ssl.methods import BYOL, SimSiam
+from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, RunCheckpoint
 from tests.methods.helpers import loader, small
 
 GOOD = {"pytorch-lightning_version": "2.6.0", "state_dict": {"w": torch.arange(3.0)}}

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from lightning_ssl import callbacks, functional
-from lightning_ssl.runs.checkpoint import CheckpointFiles, RunCheckpoint
 from lightning_ssl.data import MixtureDataModule
-from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
 from lightning_ssl.methods import BYOL
 from lightning_ssl.nn import MLPBackbone
+from lightning_ssl.runs.checkpoint import CheckpointFiles, RunCheckpoint
+from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
 
 STEPS = int(os.environ.get("LIGHTNING_SSL_SOAK_STEPS", "1000"))
 STEPS_AN_EPOCH = max(50, STEPS // 40)
