@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import lightning.pytorch as L
 import torch
 
 from lightning_ssl.data import sources
@@ -14,13 +13,14 @@ from lightning_ssl.data.augment import PRESETS, Augmentation, preset
 from lightning_ssl.data.batch import RawBatch
 from lightning_ssl.data.digits import Nuisance
 from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler
+from lightning_ssl.data.module import ShardedDataModule
 from lightning_ssl.data.pipeline import Pipeline, ProbeImages, RawImages
 from lightning_ssl.data.sources import FACTS, Source, Split
 
 TRAIN, TEST, PROBE_TRAIN = 0, 1, 2  # keys of the splits' randomness
 
 
-class ImageDataModule(L.LightningDataModule):
+class ImageDataModule(ShardedDataModule):
     """Images in, augmented views out.
 
     Training and validation batches are `ViewBatch`es: bytes cross to the device and the views are made there, all
@@ -165,7 +165,7 @@ class ImageDataModule(L.LightningDataModule):
         _ = self.source  # bad roots fail here, before training starts
 
     def train_dataloader(self) -> ShardLoader:
-        _, world_size = self._shard()
+        _, world_size = self.shard()
         split = self.source.train
         if self.batch_size * world_size > len(split):
             raise ValueError(
@@ -173,10 +173,10 @@ class ImageDataModule(L.LightningDataModule):
                 f"samples of dataset={self.dataset!r}: no batch could be filled. Set batch_size to at most "
                 f"{len(split) // world_size}."
             )
-        return self._view_loader(split, TRAIN, self.batch_size, shuffle=True)
+        return self.resumed(self._view_loader(split, TRAIN, self.batch_size, shuffle=True))
 
     def val_dataloader(self) -> ShardLoader:
-        _, world_size = self._shard()
+        _, world_size = self.shard()
         split = self.source.test
         batch_size = max(1, min(self.batch_size, len(split) // world_size))
         return self._view_loader(split, TEST, batch_size, shuffle="once")
@@ -223,11 +223,11 @@ class ImageDataModule(L.LightningDataModule):
 
     def _view_loader(self, split: Split, key: int, batch_size: int, shuffle: bool | str) -> ShardLoader:
         dataset = RawImages(split, self.pipeline, key, True, self.on_corrupt)
-        sampler = ShardSampler(dataset, *self._shard(), shuffle=shuffle, even=True, seed=self.seed)
+        sampler = ShardSampler(dataset, *self.shard(), shuffle=shuffle, even=True, seed=self.seed)
         return self._loader(dataset, sampler, batch_size, drop_last=True)
 
     def _clean_loader(self, dataset: EpochDataset) -> ShardLoader:
-        return self._loader(dataset, ShardSampler(dataset, *self._shard()), self.probe_batch_size)
+        return self._loader(dataset, ShardSampler(dataset, *self.shard()), self.probe_batch_size)
 
     def _loader(
         self, dataset: EpochDataset, sampler: ShardSampler, batch_size: int, drop_last: bool = False
@@ -241,14 +241,6 @@ class ImageDataModule(L.LightningDataModule):
             persistent_workers=drop_last and self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
-
-    def _shard(self) -> tuple[int, int]:
-        """This process' rank and the number of processes, from the Trainer if there is one."""
-        if self.trainer is not None and (kwargs := self.trainer.distributed_sampler_kwargs) is not None:
-            return kwargs["rank"], kwargs["num_replicas"]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
 
 
 def _recipes(augmentation: Any, num_views: int) -> tuple[Augmentation, ...]:

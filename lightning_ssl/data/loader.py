@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class ShardLoader(DataLoader):
         super().__init__(dataset, collate_fn=kwargs.pop("collate_fn", _whole_batch), **kwargs)
         self._position = {"epoch": 0, "batch": 0}
         self._resume: dict[str, int] | None = None
+        self.trained: Callable[[], int | None] | None = None  # batches of the epoch trained on, from who knows
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, skip = getattr(self.sampler, "epoch", 0), 0
@@ -121,8 +122,10 @@ class ShardLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches have been handed out."""
-        return dict(self._position)
+        """The epoch, and how many of its batches have been handed out, without one that was not trained on."""
+        trained = self.trained() if self.trained is not None else None
+        batch = self._position["batch"]
+        return {**self._position, "batch": batch if trained is None else min(batch, trained)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue behind those batches, if the next iteration is of the same epoch."""

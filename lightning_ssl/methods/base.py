@@ -64,11 +64,6 @@ class Method(L.LightningModule):
             self.log(f"train/{name}", mean, prog_bar=name == "loss", batch_size=rows)
         return values["loss"]
 
-    def on_train_start(self) -> None:
-        # A schedule asks for the run's length, and Lightning then sets up the loaders before it has read their
-        # positions from the checkpoint, and never puts them there: a resume in mid-epoch would start the epoch again.
-        self.trainer.fit_loop._load_combined_loader_states()
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._log_held_out("val", batch)
 
