@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +26,7 @@ from lightning_ssl.distributed import rank, world_size
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
+from lightning_ssl.runs.tuning import split_flags, tune
 
 __all__ = ["ResumableCSVLogger", "RunCLI", "RunParser", "SaveRunConfig", "explain"]
 
@@ -34,13 +37,19 @@ class RunParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # a parser within the parser: its message is part of a larger one
             super().error(message, ex)
-        self.exit(2, f"lightning-ssl: error: {explain(message, list(self._option_string_actions))}\n")
+        self.exit(2, f"lightning-ssl: error: {explain(message, self.flags)}\n")
+
+    @property
+    def flags(self) -> list[str]:
+        """Every flag there is."""
+        return list(self._option_string_actions)
 
 
 class RunCLI(LightningCLI):
     """LightningCLI whose runs each have a folder ``<root>/<run>`` that no other run has."""
 
     def __init__(self, **kwargs: Any) -> None:
+        self.parsers: list[RunParser] = []
         super().__init__(
             L.LightningModule,
             L.LightningDataModule,
@@ -59,6 +68,31 @@ class RunCLI(LightningCLI):
             help="Name of the run's folder in --root. By default a new one, or with --ckpt_path last the latest.",
         )
         parser.add_argument("--output", type=str, default="embeddings.npz", help="The file that `predict` writes.")
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = super().init_parser(**kwargs)
+        assert isinstance(parser, RunParser)
+        self.parsers.append(parser)
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Take out the flags that name a callback, and set its options when the list of callbacks is known."""
+        if not (args is None or isinstance(args, list)):
+            super().parse_arguments(parser, args)
+            return
+        known = sorted({flag for known in self.parsers for flag in known.flags})
+        others, named = split_flags(sys.argv[1:] if args is None else args, known)
+        if args is not None or named:
+            self.config = parser.parse_args(others)
+        else:
+            super().parse_arguments(parser, args)
+        if named:
+            trainer = self.config[self.config.subcommand].trainer
+            empty = partial(RunParser, parser_mode=parser.parser_mode)
+            trainer.callbacks = tune(trainer.callbacks, named, empty, known, self._refuse)
+
+    def _refuse(self, message: str) -> NoReturn:
+        self.parser.exit(2, f"lightning-ssl: error: {message}\n")
 
     def _parse_ckpt_path(self) -> None:
         path = self.config.get(self.config.subcommand, {}).get("ckpt_path")
