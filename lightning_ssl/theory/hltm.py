@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.data.hltm import HLTM, latent_position
+from lightning_ssl.data.synthetic import HLTM, latent_position
 
 __all__ = [
     "HLTM",
