@@ -1,6 +1,6 @@
 """DataModules: images with batched augmentation, and the theory's synthetic models."""
 
-from lightning_ssl.data.augment import Augmentation
+from lightning_ssl.data.augment import Augment, Augmentation
 from lightning_ssl.data.batch import ProbeBatch, ViewBatch
 from lightning_ssl.data.digits import Nuisance
 from lightning_ssl.data.image import ImageDataModule
@@ -8,6 +8,7 @@ from lightning_ssl.data.synthetic import HLTM, GaussianMixture, HLTMDataModule, 
 
 __all__ = [
     "HLTM",
+    "Augment",
     "Augmentation",
     "GaussianMixture",
     "HLTMDataModule",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import Dataset
 
 from lightning_ssl.data import sources
-from lightning_ssl.data.augment import PRESETS, Augmentation, preset
+from lightning_ssl.data.augment import Augmentation, recipes_for
 from lightning_ssl.data.batch import RawBatch
 from lightning_ssl.data.digits import Nuisance
 from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler
@@ -34,7 +33,9 @@ class ImageDataModule(ShardedDataModule):
     Args:
         dataset: "digits" (embedded in scikit-learn, needs no files), "cifar10", "cifar100", "stl10" (pretrains on train
             and unlabeled, probes on train and test), "fashion_mnist", "imagenet", or "image_folder"
-            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``).
+            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``). Or any `torch.utils.data.Dataset`
+            whose items are PIL images or bytes [C, H, W], alone or followed by their class.
+        test_dataset: With a dataset of your own: a second one, for validation, test and the probes.
         root: Folder of the dataset.
         download: Let torchvision download what is missing.
         batch_size: Samples per process and step.
@@ -70,9 +71,8 @@ class ImageDataModule(ShardedDataModule):
 
     def __init__(
         self,
-        dataset: Literal[
-            "digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder"
-        ] = "digits",
+        dataset: Literal["digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder"]
+        | Dataset = "digits",  # type: ignore[type-arg]
         root: str = "data",
         download: bool = False,
         batch_size: int = 128,
@@ -89,9 +89,16 @@ class ImageDataModule(ShardedDataModule):
         in_memory: bool = False,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 0,
+        test_dataset: Dataset | None = None,  # type: ignore[type-arg]
     ) -> None:
         super().__init__()
-        _choice("dataset", dataset, FACTS)
+        own = not isinstance(dataset, str)
+        if test_dataset is not None and not own:
+            raise ValueError(
+                f"`test_dataset` goes with a dataset of your own, got dataset={dataset!r}; leave it out, or give both"
+            )
+        if not own:
+            _choice("dataset", dataset, FACTS)
         _choice("views", views, ("auto", "resample", "augment"))
         _choice("on_corrupt", on_corrupt, ("error", "skip"))
         for name, value, least in (
@@ -114,14 +121,16 @@ class ImageDataModule(ShardedDataModule):
                 f"augmentation={augmentation!r} has no effect where views resample the nuisance: set views='augment'."
             )
 
-        facts = FACTS[dataset]
-        self.dataset, self.root, self.download = dataset, root, download
+        facts = FACTS["image_folder" if own else str(dataset)]
+        self.facts, self.root, self.download = facts, root, download
+        self.dataset = type(dataset).__name__ if own else str(dataset)
+        self._own = None if isinstance(dataset, str) else (dataset, test_dataset)
         self.batch_size, self.probe_batch_size, self.num_workers = batch_size, probe_batch_size, num_workers
         self.in_memory, self.on_corrupt, self.seed = in_memory, on_corrupt, seed
         augment = views == "augment" or not can_resample
         is_digits = dataset == "digits"
         self.pipeline = Pipeline(
-            recipes=_recipes(augmentation or facts.augmentation, num_views) if augment else None,
+            recipes=recipes_for(augmentation or facts.augmentation, num_views) if augment else None,
             num_views=num_views,
             size=image_size or facts.image_size,
             mean=tuple(mean or facts.mean),
@@ -137,8 +146,8 @@ class ImageDataModule(ShardedDataModule):
     def source(self) -> Source:
         """The dataset, loaded at first use."""
         if self._source is None:
-            source = sources.load(self.dataset, self.root)
-            if self.in_memory and FACTS[self.dataset].files:
+            source = sources.load(self.dataset, self.root) if self._own is None else sources.wrap(*self._own)
+            if self.in_memory and self.facts.files:
                 train, test = (
                     sources.into_memory(split, self.pipeline.size, self.on_corrupt)
                     for split in (source.train, source.test)
@@ -158,7 +167,7 @@ class ImageDataModule(ShardedDataModule):
         return len(self.source.classes)
 
     def prepare_data(self) -> None:
-        if self.download and FACTS[self.dataset].downloads:
+        if self.download and self.facts.downloads:
             sources.load(self.dataset, self.root, download=True)
 
     def setup(self, stage: str | None = None) -> None:
@@ -175,9 +184,11 @@ class ImageDataModule(ShardedDataModule):
             )
         return self.resumed(self._view_loader(split, TRAIN, self.batch_size, shuffle=True))
 
-    def val_dataloader(self) -> ShardLoader:
+    def val_dataloader(self) -> ShardLoader | list[ShardLoader]:
         _, world_size = self.shard()
         split = self.source.test
+        if not len(split):  # a dataset of one's own, without a test set
+            return []
         batch_size = max(1, min(self.batch_size, len(split) // world_size))
         return self._view_loader(split, TEST, batch_size, shuffle="once")
 
@@ -195,10 +206,16 @@ class ImageDataModule(ShardedDataModule):
         if self.trainer is None:
             self.prepare_data()
         source, loaders = self.source, []
+        if not len(source.test):
+            raise ValueError("`test_dataset` must be given for probes, got None; give a labelled test set")
         # Digits of the train split are drawn as for the clean image of training.
         train_key = TRAIN if source.probe_train is source.train else PROBE_TRAIN
         for split, key, name in ((source.probe_train, train_key, "train"), (source.test, TEST, "test")):
             present = split.labels.unique()
+            if self._own is not None and present[-1] < 0:
+                raise ValueError(
+                    f"the {name} split of `dataset` must have classes for probes, got images alone; yield (image, class)"
+                )
             if len(present) < 2:
                 raise ValueError(
                     f"The {name} split of dataset={self.dataset!r} in root={self.root!r} has one class only "
@@ -241,43 +258,6 @@ class ImageDataModule(ShardedDataModule):
             persistent_workers=drop_last and self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
-
-
-def _recipes(augmentation: Any, num_views: int) -> tuple[Augmentation, ...]:
-    """One recipe for each view."""
-    if isinstance(augmentation, str):
-        recipes = list(preset(augmentation))
-    elif isinstance(augmentation, (list, tuple)):
-        recipes = []
-        for entry in augmentation:
-            recipe = preset(entry) if isinstance(entry, str) else (_recipe(entry),)
-            if len(recipe) > 1:
-                raise ValueError(
-                    f"augmentation: preset {entry!r} covers {len(recipe)} views: give it alone, not in a list."
-                )
-            recipes.append(recipe[0])
-    else:
-        recipes = [_recipe(augmentation)]
-    if not 1 <= len(recipes) <= num_views:
-        if isinstance(augmentation, str):
-            recipes = recipes[:num_views]
-        else:
-            raise ValueError(f"augmentation has {len(recipes)} recipes for num_views={num_views} views.")
-    return tuple(recipes[view % len(recipes)] for view in range(num_views))
-
-
-def _recipe(value: Any) -> Augmentation:
-    if isinstance(value, Mapping):
-        known = {field.name for field in dataclasses.fields(Augmentation)}
-        if unknown := sorted(set(value) - known):
-            raise ValueError(f"augmentation has no field {unknown}; it has {sorted(known)}.")
-        return Augmentation(**value)
-    if not isinstance(value, Augmentation):
-        raise TypeError(
-            f"augmentation must be a preset ({', '.join(PRESETS)}), an Augmentation or a list of these, "
-            f"but got {value!r}."
-        )
-    return value
 
 
 def _choice(name: str, value: Any, known: Any) -> None:

@@ -93,7 +93,7 @@ class ShardLoader(DataLoader):
         super().__init__(dataset, collate_fn=kwargs.pop("collate_fn", _whole_batch), **kwargs)
         self._position = {"epoch": 0, "batch": 0}
         self._resume: dict[str, int] | None = None
-        self.trained: Callable[[], int | None] | None = None  # batches of the epoch trained on, from who knows
+        self.untrained: Callable[[], int] = int  # batches handed out but not trained on; who knows sets it
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, skip = getattr(self.sampler, "epoch", 0), 0
@@ -123,9 +123,7 @@ class ShardLoader(DataLoader):
 
     def state_dict(self) -> dict[str, int]:
         """The epoch, and how many of its batches have been handed out, without one that was not trained on."""
-        trained = self.trained() if self.trained is not None else None
-        batch = self._position["batch"]
-        return {**self._position, "batch": batch if trained is None else min(batch, trained)}
+        return {**self._position, "batch": max(0, self._position["batch"] - self.untrained())}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue behind those batches, if the next iteration is of the same epoch."""

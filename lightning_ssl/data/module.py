@@ -41,7 +41,7 @@ class ShardedDataModule(L.LightningDataModule):
 
     def resumed(self, loader: ShardLoader) -> ShardLoader:
         """The loader, put where the checkpoint left off."""
-        loader.trained = self._trained_batches
+        loader.untrained = self._untrained_batches
         if self._resume is not None:
             loader.load_state_dict(self._resume)
         return loader
@@ -54,8 +54,9 @@ class ShardedDataModule(L.LightningDataModule):
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
 
-    def _trained_batches(self) -> int | None:
-        """How many batches of this epoch the Trainer has trained on; a batch that failed is not among them."""
-        if self.trainer is None or not self.trainer.training:
-            return None
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
+    def _untrained_batches(self) -> int:
+        """1 in the middle of a step, as when an exception ends it, else 0."""
+        if self.trainer is None:
+            return 0
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return progress.ready - progress.processed
