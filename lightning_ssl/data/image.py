@@ -33,7 +33,7 @@ class ImageDataModule(ShardedDataModule):
     Args:
         dataset: "digits" (embedded in scikit-learn, needs no files), "cifar10", "cifar100", "stl10" (pretrains on train
             and unlabeled, probes on train and test), "fashion_mnist", "imagenet", or "image_folder"
-            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``). Or any `torch.utils.data.Dataset`
+            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``). Or any torch `Dataset`
             whose items are PIL images or bytes [C, H, W], alone or followed by their class.
         test_dataset: With a dataset of your own: a second one, for validation, test and the probes.
         root: Folder of the dataset.
@@ -214,7 +214,7 @@ class ImageDataModule(ShardedDataModule):
             present = split.labels.unique()
             if self._own is not None and present[-1] < 0:
                 raise ValueError(
-                    f"the {name} split of `dataset` must have classes for probes, got images alone; yield (image, class)"
+                    f"the {name} split of `dataset` must have classes for a probe, got images alone; yield both"
                 )
             if len(present) < 2:
                 raise ValueError(

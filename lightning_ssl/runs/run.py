@@ -21,8 +21,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
-from lightning_ssl.callbacks._report import run_dir
 from lightning_ssl.distributed import rank, world_size
+from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
@@ -50,14 +50,30 @@ class RunCLI(LightningCLI):
 
     def __init__(self, **kwargs: Any) -> None:
         self.parsers: list[RunParser] = []
-        super().__init__(
-            L.LightningModule,
-            L.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            parser_class=RunParser,
-            **kwargs,
-        )
+        self.reading: str | None = None  # the checkpoint whose hyperparameters are being read
+        try:
+            super().__init__(
+                L.LightningModule,
+                L.LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                parser_class=RunParser,
+                **kwargs,
+            )
+        except Exception as error:
+            self._answer(error)
+
+    def _answer(self, error: Exception) -> None:
+        """What a person can mend needs no traceback: files that are missing, places a module does not have."""
+        try:
+            if self.reading is not None:
+                with readable(self.reading):
+                    raise error
+            raise error
+        except CheckpointError as found:
+            self.parser.exit(1 if self.reading is None else 2, f"lightning-ssl: error: {found}\n")
+        except (MisconfigurationException, FileNotFoundError):
+            self.parser.exit(2, f"lightning-ssl: error: {error}\n")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--root", type=str, default="runs", help="Folder that holds the runs.")
@@ -90,21 +106,16 @@ class RunCLI(LightningCLI):
             trainer = self.config[self.config.subcommand].trainer
             empty = partial(RunParser, parser_mode=parser.parser_mode)
             trainer.callbacks = tune(trainer.callbacks, named, empty, known, self._refuse)
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
+            self.reading = path
+            os.stat(path)
 
     def _refuse(self, message: str) -> NoReturn:
         self.parser.exit(2, f"lightning-ssl: error: {message}\n")
 
-    def _parse_ckpt_path(self) -> None:
-        path = self.config.get(self.config.subcommand, {}).get("ckpt_path")
-        try:
-            if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
-                with readable(path):
-                    os.stat(path)
-                    super()._parse_ckpt_path()
-        except CheckpointError as error:
-            self.parser.exit(2, f"lightning-ssl: error: {error}\n")
-
     def before_instantiate_classes(self) -> None:
+        self.reading = None
         config = self.config[self.subcommand]
         if config.name and Path(config.name).name != config.name:
             self.parser.error(f"--name {config.name!r} must be the name of one folder in --root: leave out the path")
@@ -164,14 +175,6 @@ class RunCLI(LightningCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckpointFiles()
         return trainer
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """What a person can mend needs no traceback: files that are missing, places a module does not have."""
-        try:
-            super()._run_subcommand(subcommand)
-        except (CheckpointError, MisconfigurationException, FileNotFoundError) as error:
-            code = 1 if isinstance(error, CheckpointError) else 2
-            self.parser.exit(code, f"lightning-ssl: error: {error}\n")
 
     def after_predict(self) -> None:
         """Write features, labels and indices of all ranks, in the order of the indices, each once."""
