@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as L
 import numpy as np
 import torch
+from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -57,7 +58,6 @@ class RunCLI(LightningCLI):
                 L.LightningDataModule,
                 subclass_mode_model=True,
                 subclass_mode_data=True,
-                parser_class=RunParser,
                 **kwargs,
             )
         except Exception as error:
@@ -86,8 +86,10 @@ class RunCLI(LightningCLI):
         parser.add_argument("--output", type=str, default="embeddings.npz", help="The file that `predict` writes.")
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        parser = super().init_parser(**kwargs)
-        assert isinstance(parser, RunParser)
+        parser = RunParser(**{"dump_header": [f"lightning.pytorch=={L.__version__}"], **kwargs})
+        parser.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
+        )
         self.parsers.append(parser)
         return parser
 

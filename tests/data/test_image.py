@@ -1,5 +1,6 @@
 """The DataModule in a Trainer: order, ranks, workers, resume, bad arguments."""
 
+import inspect
 import os
 import zlib
 
@@ -14,6 +15,8 @@ from lightning_ssl.data.loader import ShardSampler
 from tests.data.files import write_folder
 from tests.ddp import run_ranks
 
+# Lightning takes the argument since 2.6.
+WEIGHTS_ONLY = {"weights_only": True} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
@@ -175,7 +178,7 @@ def test_a_resumed_run_continues_as_if_never_stopped(tmp_path, kill_at, workers,
         checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
         callbacks = [checkpoint, *arguments.pop("callbacks", [])]
         trainer = trainer_for(max_epochs=3, enable_checkpointing=True, callbacks=callbacks, limit_val_batches=0)
-        trainer.fit(model, data, ckpt_path=path, weights_only=True if path else None)
+        trainer.fit(model, data, ckpt_path=path, **WEIGHTS_ONLY)
 
     whole, killed, resumed = module(), module(), module()
     run(whole)
@@ -191,7 +194,7 @@ def test_a_resumed_run_continues_as_if_never_stopped(tmp_path, kill_at, workers,
 def test_a_batch_that_failed_is_trained_on_after_the_resume(tmp_path, module):
     def run(model, path=None, **arguments):
         trainer = trainer_for(max_epochs=2, limit_val_batches=0, **arguments)
-        trainer.fit(model, ImageDataModule(batch_size=256), ckpt_path=path, weights_only=True if path else None)
+        trainer.fit(model, ImageDataModule(batch_size=256), ckpt_path=path, **WEIGHTS_ONLY)
 
     whole, killed, resumed = module(), module(), module()
     run(whole)
@@ -209,7 +212,7 @@ def test_a_run_saved_when_it_had_ended_goes_on_with_a_whole_epoch(tmp_path, modu
     next(iter(data.train_dataloader()))  # on the side, it moves nothing
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     trainer = trainer_for(max_epochs=2, limit_val_batches=0)
-    trainer.fit(longer, data, ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    trainer.fit(longer, data, ckpt_path=tmp_path / "end.ckpt", **WEIGHTS_ONLY)
     assert [(epoch, batch) for epoch, batch, _ in longer.trained] == [(1, batch) for batch in range(5)]
 
 
