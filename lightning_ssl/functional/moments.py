@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_rows
-from lightning_ssl.functional.geometry import _unit_rows
+from lightning_ssl.functional.checks import check_rows
+from lightning_ssl.functional.geometry import unit_rows
 
 
 def second_moment(x: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ def correlation_loss(x: Tensor, unbiased: bool = False) -> Tensor:
         >>> correlation_loss(torch.eye(4))
         tensor(0.)
     """
-    x = _unit_rows(x, "x", min_rows=2 if unbiased else 1) * math.sqrt(x.shape[1])
-    return _correlation_loss_of_moment(second_moment(x), x.shape[0] if unbiased else None)
+    x = unit_rows(x, "x", min_rows=2 if unbiased else 1) * math.sqrt(x.shape[1])
+    return correlation_loss_of_moment(second_moment(x), x.shape[0] if unbiased else None)
 
 
-def _correlation_loss_of_moment(moment: Tensor, unbiased_rows: Tensor | int | None = None) -> Tensor:
+def correlation_loss_of_moment(moment: Tensor, unbiased_rows: Tensor | int | None = None) -> Tensor:
     """L_cor from Lambda (trace d), with the bias of `unbiased_rows` rows removed."""
     dim = moment.shape[0]
     if unbiased_rows is None:
@@ -73,7 +73,7 @@ def generalization_bound(l_cor: Tensor, dim: int, num_classes: int) -> Tensor:
         >>> generalization_bound(torch.tensor(0.0), dim=20, num_classes=10)
         tensor(-0.0250)
     """
-    _check_counts(dim=dim, num_classes=num_classes)
+    check_counts(dim=dim, num_classes=num_classes)
     return (2 * l_cor + num_classes - dim) / dim**2
 
 
@@ -94,7 +94,7 @@ def error_rate_bound(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[flo
         >>> error_rate_bound(torch.tensor(50.0), dim=20, class_probs=[0.5, 0.5], eps=0.0)
         tensor(0.4100)
     """
-    _check_counts(dim=dim)
+    check_counts(dim=dim)
     probs = torch.as_tensor(class_probs, dtype=l_cor.dtype, device=l_cor.device)
     if probs.ndim != 1 or bool((probs < 0).any()) or abs(float(probs.sum()) - 1) > 1e-4 or float(probs.max()) >= 1:
         raise ValueError(f"`class_probs` must be at least two probabilities that sum to 1, got {class_probs}")
@@ -104,7 +104,7 @@ def error_rate_bound(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[flo
     return numerator / ((1 - probs.square().sum()) * (1 - 4 * eps + eps**2) ** 2)
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
