@@ -62,7 +62,7 @@ def test_no_private_name_is_imported_across_packages(path):
     crossing = [
         name
         for name in imports(ast.parse(path.read_text()))
-        if (there := package_of(name)) not in (None, here, "lightning_ssl") and any(map(private, name.split(".")[1:]))
+        if package_of(name) not in (None, here, "lightning_ssl") and any(map(private, name.split(".")[1:]))
     ]
     assert not crossing
 

@@ -79,7 +79,7 @@ class Augmentation:
 
 
 _SIMCLR = Augmentation(blur=0.5)
-_MILD = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
+_MILD: dict[str, Any] = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
 _BYOL = (Augmentation(**_MILD, blur=1.0), Augmentation(**_MILD, blur=0.1, solarize=0.2))
 PRESETS: dict[str, tuple[Augmentation, ...]] = {
     # As in each method's paper, for ImageNet.
@@ -230,7 +230,7 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
     rows = group.argsort(stable=True)
     ends = torch.bincount(group, minlength=5).cumsum(0).tolist()
     grayscale, blur, sigma, solarize = rest[rows].unbind(1)
-    low, high = recipe.blur_sigma
+    least, most = recipe.blur_sigma
     blurred = (blur < recipe.blur).nonzero()[:, 0]
     return Plan(
         rows=rows,
@@ -241,7 +241,7 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
         hue_ends=(ends[0], ends[1], ends[2], ends[3]),
         grayscale=(grayscale < recipe.grayscale).nonzero()[:, 0],
         blur=blurred,
-        sigma=(low + sigma * (high - low))[blurred],
+        sigma=(least + sigma * (most - least))[blurred],
         solarize=(solarize < recipe.solarize).nonzero()[:, 0],
     )
 
@@ -270,7 +270,8 @@ def carry_out(
     if plan.box is None:
         x = transforms.to_planes(image, plan.rows) / 255
     else:
-        x = transforms.resized_crop(image, plan.rows, *plan.box, size=size)
+        top, left, height, width, flip = plan.box
+        x = transforms.resized_crop(image, plan.rows, top, left, height, width, flip, size)
     jittered = plan.hue_ends[-1]
     if jittered:
         colours, start = x[:, :jittered], 0

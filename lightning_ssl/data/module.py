@@ -58,5 +58,5 @@ class ShardedDataModule(L.LightningDataModule):
         """1 in the middle of a step, as when an exception ends it, else 0."""
         if self.trainer is None:
             return 0
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return progress.ready - progress.processed
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)

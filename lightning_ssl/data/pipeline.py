@@ -80,7 +80,7 @@ class Pipeline:
         else:
             rows = torch.arange(len(raw.image), device=raw.image.device)
             box = torch.tensor([0.0, 0.0, height, width, 0.0], device=rows.device)[:, None].expand(5, len(rows))
-            x = transforms.resized_crop(raw.image, rows, *box, size=self.size)
+            x = transforms.resized_crop(raw.image, rows, box[0], box[1], box[2], box[3], box[4], self.size)
         return self._normalize(x.transpose(0, 1))
 
     def _view(self, raw: RawBatch, view: int) -> Tensor:

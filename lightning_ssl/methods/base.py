@@ -98,7 +98,7 @@ class Method(L.LightningModule):
             if hasattr(self, "predictor"):
                 self.predictor(z)
             if hasattr(self, "target"):
-                self.target(x)
+                self.target(x)  # type: ignore[operator]
 
     # --- optimizer ---
 
@@ -194,7 +194,7 @@ class Method(L.LightningModule):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in ("optimizer", "scheduler"):
             self.__dict__.setdefault(name, self._default(name))
 

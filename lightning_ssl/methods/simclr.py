@@ -81,7 +81,8 @@ class SimCLR(Method):
                 "`exact_weights` must be clean or augmented, `noise_on` gradient or weight, got "
                 f"{exact_weights!r} and {noise_on!r}"
             )
-        self.kind, self.exact = loss.removeprefix("exact_"), loss.startswith("exact_")
+        self.kind: Any = loss.removeprefix("exact_")
+        self.exact = loss.startswith("exact_")
         self.beta, self.tau, self.margin, self.negatives, self.normalize = beta, tau, margin, negatives, normalize
         self.gradient_noise, self.noise_on, self.seed = gradient_noise, noise_on, seed
         self.clean_weights = self.exact and exact_weights == "clean"

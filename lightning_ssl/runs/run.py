@@ -173,7 +173,7 @@ class RunCLI(LightningCLI):
             given = given if isinstance(given, list) else [given]  # one class alone: --trainer.callbacks=RunCheckpoint
             config.callbacks = [c for c in given if getattr(c, "predictor", None) != "predictor"]
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.insert(0, GuardLoggers())
+        trainer.callbacks.insert(0, GuardLoggers())  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckpointFiles()
         return trainer
@@ -200,7 +200,7 @@ def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:
     if rank() == 0:
         arrays = {name: np.concatenate([part[name] for part in gathered]) for name in mine}
         _, first = np.unique(arrays["index"], return_index=True)
-        np.savez_compressed(output, **{name: array[first] for name, array in arrays.items()})
+        np.savez_compressed(output, **{name: array[first] for name, array in arrays.items()})  # type: ignore[arg-type]
         print(f"wrote {len(first)} embeddings to {output}: arrays features, label, index")
 
 
