@@ -189,13 +189,13 @@ def ema_weight_decay(run: Run) -> Report:
         ("and lowers the final p: " + ", ".join(f"{v:.3f}" for v in final), _rising([-f for f in final])),
         (f"a large eta drags the mode to zero: p = {final[-1]:.1e} at eta = {sweeps['eta'][-1][0]}", final[-1] < 1e-2),
     ]
-    least, _, half = zip(*summary["beta"], strict=True)  # type: ignore[assignment]
+    least, _, halves = zip(*summary["beta"], strict=True)
     claims += [
         (
             "a smaller beta raises the least eigenvalue of K: " + ", ".join(f"{v:.3f}" for v in least),
             _rising([-v for v in least]),
         ),
-        ("and trains more slowly, steps to half: " + ", ".join(f"{v:.0f}" for v in half), _rising([-v for v in half])),
+        ("and trains more slowly, steps to half: " + ", ".join(f"{v:.0f}" for v in halves), _rising([-v for v in halves])),
     ]
 
     def draw(figure: Any) -> None:
