@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks._bench import Row, Section, costs, faster, main, peak_memory, race
 from lightning_ssl.functional import covariance_operator_norms
-from lightning_ssl.functional._estimate import exact_norms, laplacian, quadratic_forms
+from lightning_ssl.functional.estimate import exact_norms, laplacian, quadratic_forms
 
 VIEWS = 2
 SETTINGS = {"16 directions": {}, "8 directions": {"directions": 8}, "7 directions": {"directions": 7, "principal": 5}}

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from lightning_ssl._lightning import is_a, logging_step, overrides
 from lightning_ssl.callbacks._engine.layout import (
     Layout,
     Layouts,
@@ -22,11 +23,11 @@ from lightning_ssl.callbacks._engine.layout import (
     rows_of,
     settle,
 )
-from lightning_ssl.callbacks._engine.places import check_path, find_module, is_a, overrides
+from lightning_ssl.callbacks._engine.places import check_path, find_module
 from lightning_ssl.callbacks._engine.ranks import all_ranks_evaluate, ranks_of
 from lightning_ssl.callbacks._engine.record import copied, first_tensor, silence
 from lightning_ssl.callbacks._engine.replay import evaluation_mode
-from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now, logging_step
+from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.callbacks.watcher import undisturbed
 from lightning_ssl.distributed import agree, exchange

@@ -7,8 +7,10 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from lightning_ssl.callbacks._engine.report import logging_step, run_dir, warn_once, write_file
+from lightning_ssl._lightning import logging_step
+from lightning_ssl.callbacks._engine.report import warn_once, write_file
 from lightning_ssl.callbacks._html import page
+from lightning_ssl.folder import run_dir
 from lightning_ssl.quantities import Quantity, declared
 
 MOST_POINTS = 1000  # of a curve

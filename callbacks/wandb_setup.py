@@ -13,7 +13,9 @@ import numpy as np
 import yaml
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_ssl.callbacks._engine.report import logging_step, run_dir, warn_once
+from lightning_ssl._lightning import logging_step
+from lightning_ssl.callbacks._engine.report import warn_once
+from lightning_ssl.folder import run_dir
 from lightning_ssl.quantities import Quantity, declared, find
 
 STEP = "trainer/global_step"  # WandbLogger's x-axis

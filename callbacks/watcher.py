@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ssl._lightning import logging_step
 from lightning_ssl.callbacks._engine.layout import Layout, check_layout
 from lightning_ssl.callbacks._engine.observation import Observatory, Seen, Spec, observatory
 from lightning_ssl.callbacks._engine.pair import Declared, Pairing, Reading
 from lightning_ssl.callbacks._engine.places import check_path, find_module
 from lightning_ssl.callbacks._engine.ranks import all_ranks_evaluate, ranks_of
-from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now, logging_step, run_dir
+from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
+from lightning_ssl.folder import run_dir
 
 
 @contextmanager

@@ -2,14 +2,17 @@
 
 import csv
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from lightning_ssl.runs.cli import main, resolve_configs, shipped
-from lightning_ssl.runs.run import ResumableCSVLogger, explain
+from lightning_ssl.runs.run import ResumableCSVLogger, explain, write_embeddings
+from tests.ddp import run_ranks
 
 # The default job, cut down to seconds; what is cut is size only.
 SHORT = [
@@ -92,6 +95,30 @@ def test_one_flag_switches_to_a_method_without_predictor(folder):
     assert logged(run / "metrics.csv", "train/uniformity")
 
 
+@pytest.mark.parametrize("callbacks", ["ModelCheckpoint", "null", "[]"])
+def test_one_callback_alone_needs_no_list(folder, callbacks):
+    main(["fit", "--model=SimCLR", "--name=a", f"--trainer.callbacks={callbacks}", "--trainer.max_epochs=1", *SHORT])
+    assert any(Path("runs/a").rglob("*.ckpt"))  # ModelCheckpoint is the Trainer's default, too
+
+
+def predict_on(rank, world_size, output):
+    """Rank r's rows r, r + world_size, ... and one that a sampler added, in bfloat16."""
+    index = torch.tensor([*range(rank, 10, world_size), 0])
+    features = torch.stack([index, index * 0.5], dim=1).to(torch.bfloat16)
+    write_embeddings([{"features": features, "label": index % 3, "index": index}], output)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bfloat16_embeddings_of_all_ranks_are_written_once(tmp_path, world_size):
+    output = str(tmp_path / "embeddings.npz")
+    run_ranks(world_size, predict_on, output)
+    arrays = np.load(output)
+    assert arrays["index"].tolist() == list(range(10))
+    assert arrays["features"].dtype == np.float32
+    assert arrays["features"].tolist() == [[i, i / 2] for i in range(10)]
+    assert arrays["label"].tolist() == [i % 3 for i in range(10)]
+
+
 def test_runs_do_not_collide(folder):
     for _ in range(2):
         main(["fit", "--trainer.fast_dev_run=1", *SHORT])
@@ -128,6 +155,44 @@ def test_shipped_configs_are_found_by_their_bare_names(folder):
     assert resolve_configs(["fit", "--config", "none.yaml"]) == ["fit", "--config=none.yaml"]
 
 
+def test_callbacks_are_tuned_and_switched_off_by_name(folder):
+    args = ["fit", "--name=a", "--trainer.max_epochs=1", *SHORT]
+    off = [f"--{name}=false" for name in ("eigenspace_alignment", "covariance_operator_norm", "run_report")]
+    main(
+        [
+            *args,
+            "--knn_probe.k",
+            "3",
+            "--knn.every_n_epochs=1",
+            "--collapse_monitor.patience",
+            "3",
+            "--linear",
+            "false",
+            *off,
+        ]
+    )
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())["trainer"]["callbacks"]
+    options = {entry["class_path"].rpartition(".")[2]: entry.get("init_args", {}) for entry in saved}
+    assert options["KNNProbe"]["k"] == 3 and options["KNNProbe"]["every_n_epochs"] == 1
+    assert options["CollapseMonitor"]["patience"] == 3
+    assert "LinearProbe" not in options and "RunReport" not in options and "EffectiveRank" in options
+    # The same with the config that the run has left.
+    main([*args, "--config=runs/a/config.yaml", "--name=b", "--knn.k=5", "--uniformity_alignment=false"])
+    saved = yaml.safe_load(Path("runs/b/config.yaml").read_text())["trainer"]["callbacks"]
+    options = {entry["class_path"].rpartition(".")[2]: entry.get("init_args", {}) for entry in saved}
+    assert options["KNNProbe"]["k"] == 5 and options["KNNProbe"]["every_n_epochs"] == 1
+    assert "UniformityAlignment" not in options and "LinearProbe" not in options
+
+
+def test_names_reach_the_processes_that_a_run_starts(folder, monkeypatch):
+    """They are given sys.argv, which must keep the names, and parse it again."""
+    command = ["fit", "--name=a", "--knn.k=3", "--trainer.fast_dev_run=1", *SHORT]
+    monkeypatch.setattr("sys.argv", ["lightning-ssl", *command])
+    main()
+    assert "--knn.k=3" in sys.argv
+    main()
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -142,6 +207,12 @@ def test_shipped_configs_are_found_by_their_bare_names(folder):
         (["fit", "--config", "nope.yaml"], "nope.yaml"),
         (["fit", "--ckpt_path", "last"], "no run in 'runs' has a checkpoint"),
         (["fti"], "choose from"),
+        (["fit", "--knn.every_n_epoch", "1"], "KNNProbe has no option 'every_n_epoch'.*did you mean 'every_n_epochs'"),
+        (["fit", "--knn.every_n_epochs", "often"], "every_n_epochs must be int.*got 'often'"),
+        (["fit", "--knm.k=3"], r"no flag --knm.k \(did you mean '--knn.k'\?\).*collapse_monitor"),
+        (["fit", "--linear"], "--linear must be false .* or true"),
+        (["fit", "--linear", "maybe"], "--linear must be false .* or true, got 'maybe'"),
+        (["fit", "--trainer.callbacks=[]", "--linear=false"], "this run has no LinearProbe.*callbacks.=LinearProbe"),
     ],
 )
 def test_wrong_uses_are_answered_in_plain_words(folder, capsys, args, words):

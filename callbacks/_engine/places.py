@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-LIGHTNING = ("lightning.", "pytorch_lightning.")
+from lightning_ssl._lightning import overrides
 
 
 def find_module(pl_module: nn.Module, path: str, argument: str) -> nn.Module:
@@ -46,14 +45,3 @@ def _unknown_path(pl_module: nn.Module, path: str, argument: str) -> str:
     shown = ", ".join(shallow[:40]) + (", ..." if len(shallow) > 40 else "")
     lines.append(f"Submodules there are: {shown or 'none'}.")
     return " ".join(lines)
-
-
-def overrides(thing: Any, method: str) -> bool:
-    """Whether a class has its own form of one of Lightning's methods, whichever package it imports Lightning from."""
-    owner = next((cls for cls in type(thing).__mro__ if method in vars(cls)), None)
-    return owner is not None and not owner.__module__.startswith(LIGHTNING)
-
-
-def is_a(thing: Any, name: str) -> bool:
-    """Whether something is of one of Lightning's classes, by name: `lightning` and `pytorch_lightning` have twins."""
-    return any(cls.__name__ == name and cls.__module__.startswith(LIGHTNING) for cls in type(thing).__mro__)

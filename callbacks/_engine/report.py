@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from lightning_ssl.callbacks._engine.places import is_a
+from lightning_ssl._lightning import is_a
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -30,11 +30,6 @@ def warn_once(owner: Any, message: str, detail: object = "") -> None:
     if message not in told:
         told.add(message)
         rank_zero_warn(f"{message}{detail}")
-
-
-def logging_step(trainer: Trainer) -> int:
-    """The loggers' x-axis: batches that ended in an optimizer step, whatever the number of optimizers."""
-    return getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step)
 
 
 def log_now(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
@@ -61,18 +56,6 @@ def log_epoch(pl_module: LightningModule, values: Mapping[str, float]) -> None:
         # The value is global already; Lightning's advice to average it over ranks does not apply.
         warnings.filterwarnings("ignore", message=rf"It is recommended to use `self\.log\('{key}'")
         pl_module.log(key, value, on_step=False, on_epoch=True, batch_size=1)
-
-
-def run_dir(trainer: Trainer) -> Path | None:
-    """Collective: the folder of this run's files; None where nothing should be written (`fast_dev_run`)."""
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        return None
-    first = trainer.loggers[0] if trainer.loggers else None
-    if first is None or is_a(first, "CSVLogger") or is_a(first, "TensorBoardLogger"):
-        return Path(trainer.log_dir or trainer.default_root_dir)
-    # `trainer.log_dir` of other loggers is shared by all runs: keep them apart as ModelCheckpoint does.
-    folder = os.path.join(str(first.save_dir or trainer.default_root_dir), str(first.name), str(first.version))
-    return Path(trainer.strategy.broadcast(folder))
 
 
 def log_figure(trainer: Trainer, folder: Path | None, key: str, draw: Callable[[], Figure], step: int) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
 
 from lightning_ssl.data import transforms
+from lightning_ssl.data.rng import uniforms
 
 _TRIES = 10  # for a crop that fits, as in torchvision; then the largest central one
 NUM_UNIFORMS = 2 * _TRIES + 2 + 1 + 9 + 4
@@ -75,7 +79,7 @@ class Augmentation:
 
 
 _SIMCLR = Augmentation(blur=0.5)
-_MILD = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
+_MILD: dict[str, Any] = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
 _BYOL = (Augmentation(**_MILD, blur=1.0), Augmentation(**_MILD, blur=0.1, solarize=0.2))
 PRESETS: dict[str, tuple[Augmentation, ...]] = {
     # As in each method's paper, for ImageNet.
@@ -97,6 +101,43 @@ def preset(name: str) -> tuple[Augmentation, ...]:
     if name not in PRESETS:
         raise ValueError(f"augmentation={name!r} is not a preset: choose one of {', '.join(sorted(PRESETS))}.")
     return PRESETS[name]
+
+
+def recipes_for(augmentation: Any, num_views: int) -> tuple[Augmentation, ...]:
+    """One recipe for each view, from whatever names them: see `Augment`."""
+    if isinstance(augmentation, str):
+        recipes = list(preset(augmentation))
+    elif isinstance(augmentation, (list, tuple)):
+        recipes = []
+        for entry in augmentation:
+            recipe = preset(entry) if isinstance(entry, str) else (_recipe(entry),)
+            if len(recipe) > 1:
+                raise ValueError(
+                    f"augmentation: preset {entry!r} covers {len(recipe)} views: give it alone, not in a list."
+                )
+            recipes.append(recipe[0])
+    else:
+        recipes = [_recipe(augmentation)]
+    if not 1 <= len(recipes) <= num_views:
+        if isinstance(augmentation, str):
+            recipes = recipes[:num_views]
+        else:
+            raise ValueError(f"augmentation has {len(recipes)} recipes for num_views={num_views} views.")
+    return tuple(recipes[view % len(recipes)] for view in range(num_views))
+
+
+def _recipe(value: Any) -> Augmentation:
+    if isinstance(value, Mapping):
+        known = {field.name for field in dataclasses.fields(Augmentation)}
+        if unknown := sorted(set(value) - known):
+            raise ValueError(f"augmentation has no field {unknown}; it has {sorted(known)}.")
+        return Augmentation(**value)
+    if not isinstance(value, Augmentation):
+        raise TypeError(
+            f"augmentation must be a preset ({', '.join(PRESETS)}), an Augmentation or a list of these, "
+            f"but got {value!r}."
+        )
+    return value
 
 
 class Plan(NamedTuple):
@@ -189,7 +230,7 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
     rows = group.argsort(stable=True)
     ends = torch.bincount(group, minlength=5).cumsum(0).tolist()
     grayscale, blur, sigma, solarize = rest[rows].unbind(1)
-    low, high = recipe.blur_sigma
+    least, most = recipe.blur_sigma
     blurred = (blur < recipe.blur).nonzero()[:, 0]
     return Plan(
         rows=rows,
@@ -200,7 +241,7 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
         hue_ends=(ends[0], ends[1], ends[2], ends[3]),
         grayscale=(grayscale < recipe.grayscale).nonzero()[:, 0],
         blur=blurred,
-        sigma=(low + sigma * (high - low))[blurred],
+        sigma=(least + sigma * (most - least))[blurred],
         solarize=(solarize < recipe.solarize).nonzero()[:, 0],
     )
 
@@ -229,7 +270,8 @@ def carry_out(
     if plan.box is None:
         x = transforms.to_planes(image, plan.rows) / 255
     else:
-        x = transforms.resized_crop(image, plan.rows, *plan.box, size=size)
+        top, left, height, width, flip = plan.box
+        x = transforms.resized_crop(image, plan.rows, top, left, height, width, flip, size)
     jittered = plan.hue_ends[-1]
     if jittered:
         colours, start = x[:, :jittered], 0
@@ -249,3 +291,82 @@ def carry_out(
         x.index_copy_(1, plan.solarize, transforms.solarize_(chosen, recipe.solarize_threshold))
     transforms.normalize_(x, mean, std)
     return x.transpose(0, 1).contiguous().index_select(0, plan.places)
+
+
+class Augment(nn.Module):
+    """Views of a batch of images, all made at once on the device the batch is on: what `ImageDataModule` does.
+
+    The images' parameters are drawn on the CPU, from torch's generator (`torch.manual_seed`) or, where the call names
+    the samples, from (`seed`, epoch, sample, view) alone: then a sample's views are the same in any batch, on any rank.
+
+    Args:
+        augmentation: A preset ("simclr", "byol", "simsiam", "barlow_twins", "stl10", "cifar10", "digits", "none"), one
+            recipe for all views, or a list with one (recipe or single-view preset) for each, used in turn if shorter.
+        num_views: Views of each image.
+        size: Side of the views; by default the images' shorter side.
+        mean: Channel means to normalise by; by default views stay in [0, 1].
+        std: Channel standard deviations, likewise.
+        seed: Seed of the views of samples that are named.
+
+    Example:
+        >>> images = torch.randint(256, (8, 3, 32, 32), dtype=torch.uint8)
+        >>> views = Augment("simclr")(images)
+        >>> [tuple(view.shape) for view in views], views[0].dtype
+        ([(8, 3, 32, 32), (8, 3, 32, 32)], torch.float32)
+        >>> augment = Augment("simclr", seed=1)
+        >>> first, _ = augment(images, index=torch.arange(8))
+        >>> alone, _ = augment(images[5:6], index=torch.tensor([5]))
+        >>> torch.equal(first[5:6], alone)
+        True
+    """
+
+    def __init__(
+        self,
+        augmentation: str | Augmentation | list[str | Augmentation] = "simclr",
+        num_views: int = 2,
+        size: int | None = None,
+        mean: tuple[float, float, float] = (0.0, 0.0, 0.0),
+        std: tuple[float, float, float] = (1.0, 1.0, 1.0),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if num_views < 1:
+            raise ValueError(f"`num_views` must be at least 1, got {num_views}; give the number of views you want")
+        if size is not None and size < 1:
+            raise ValueError(f"`size` must be at least 1, got {size}; leave it out to keep the images' own")
+        self.recipes = recipes_for(augmentation, num_views)
+        self.size, self.mean, self.std, self.seed = size, tuple(mean), tuple(std), seed
+
+    @torch.no_grad()
+    def forward(self, image: Tensor, index: Tensor | None = None, epoch: int = 0) -> list[Tensor]:
+        """Make the views.
+
+        Args:
+            image: Bytes, [B, C, H, W], C being 1 or 3.
+            index: Which samples these are, [B]; without it the views are drawn from torch's generator.
+            epoch: A new epoch draws new views of the same samples.
+
+        Returns:
+            The views, each [B, 3, size, size] in float32.
+        """
+        if image.dtype != torch.uint8 or image.ndim != 4 or image.shape[1] not in (1, 3):
+            raise ValueError(
+                f"`image` must be bytes of shape [B, 3, H, W] or [B, 1, H, W], got {tuple(image.shape)} of "
+                f"{image.dtype}; give pixels 0 to 255 as torch.uint8, before any normalisation"
+            )
+        if index is not None and index.shape != image.shape[:1]:
+            raise ValueError(f"`index` must have one entry an image, got {tuple(index.shape)} for {len(image)} images")
+        height, width = (torch.full((len(image),), side) for side in image.shape[2:])
+        views = []
+        for view, recipe in enumerate(self.recipes):
+            if index is None:
+                u = torch.rand(len(image), NUM_UNIFORMS)
+            else:
+                u = uniforms(index.cpu(), NUM_UNIFORMS, self.seed, 0, epoch, view)
+            plan = draw_plan(recipe, u, height, width)
+            plan = apply_to_collection(plan, Tensor, lambda x: x.to(image.device, non_blocking=True))
+            views.append(carry_out(plan, recipe, image, self.size or min(image.shape[2:]), self.mean, self.std))
+        return views
+
+    def extra_repr(self) -> str:
+        return f"{len(self.recipes)} views, size={self.size}, seed={self.seed}"

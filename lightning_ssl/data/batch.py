@@ -23,7 +23,7 @@ class ViewBatch(NamedTuple):
 
     views: tuple[Tensor, ...]
     label: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     image: Tensor | None = None
 
 
@@ -32,7 +32,7 @@ class ProbeBatch(NamedTuple):
 
     image: Tensor
     label: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
 
 
 class RawBatch(NamedTuple):
@@ -50,7 +50,7 @@ class RawBatch(NamedTuple):
 
     image: Tensor | None
     label: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     plans: tuple[Plan, ...] = ()
     crops: Tensor | None = None
     nuisance: Tensor | None = None

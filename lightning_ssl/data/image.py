@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any, Literal
 
-import lightning.pytorch as L
 import torch
+from torch.utils.data import Dataset
 
 from lightning_ssl.data import sources
-from lightning_ssl.data.augment import PRESETS, Augmentation, preset
+from lightning_ssl.data.augment import Augmentation, recipes_for
 from lightning_ssl.data.batch import RawBatch
 from lightning_ssl.data.digits import Nuisance
 from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler
+from lightning_ssl.data.module import ShardedDataModule
 from lightning_ssl.data.pipeline import Pipeline, ProbeImages, RawImages
 from lightning_ssl.data.sources import FACTS, Source, Split
 
 TRAIN, TEST, PROBE_TRAIN = 0, 1, 2  # keys of the splits' randomness
 
 
-class ImageDataModule(L.LightningDataModule):
+class ImageDataModule(ShardedDataModule):
     """Images in, augmented views out.
 
     Training and validation batches are `ViewBatch`es: bytes cross to the device and the views are made there, all
@@ -34,7 +33,9 @@ class ImageDataModule(L.LightningDataModule):
     Args:
         dataset: "digits" (embedded in scikit-learn, needs no files), "cifar10", "cifar100", "stl10" (pretrains on train
             and unlabeled, probes on train and test), "fashion_mnist", "imagenet", or "image_folder"
-            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``).
+            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``). Or any torch `Dataset`
+            whose items are PIL images or bytes [C, H, W], alone or followed by their class.
+        test_dataset: With a dataset of your own: a second one, for validation, test and the probes.
         root: Folder of the dataset.
         download: Let torchvision download what is missing.
         batch_size: Samples per process and step.
@@ -70,9 +71,8 @@ class ImageDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        dataset: Literal[
-            "digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder"
-        ] = "digits",
+        dataset: Literal["digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder"]
+        | Dataset = "digits",  # type: ignore[type-arg]
         root: str = "data",
         download: bool = False,
         batch_size: int = 128,
@@ -89,9 +89,16 @@ class ImageDataModule(L.LightningDataModule):
         in_memory: bool = False,
         on_corrupt: Literal["error", "skip"] = "error",
         seed: int = 0,
+        test_dataset: Dataset | None = None,  # type: ignore[type-arg]
     ) -> None:
         super().__init__()
-        _choice("dataset", dataset, FACTS)
+        own = not isinstance(dataset, str)
+        if test_dataset is not None and not own:
+            raise ValueError(
+                f"`test_dataset` goes with a dataset of your own, got dataset={dataset!r}; leave it out, or give both"
+            )
+        if not own:
+            _choice("dataset", dataset, FACTS)
         _choice("views", views, ("auto", "resample", "augment"))
         _choice("on_corrupt", on_corrupt, ("error", "skip"))
         for name, value, least in (
@@ -114,14 +121,16 @@ class ImageDataModule(L.LightningDataModule):
                 f"augmentation={augmentation!r} has no effect where views resample the nuisance: set views='augment'."
             )
 
-        facts = FACTS[dataset]
-        self.dataset, self.root, self.download = dataset, root, download
+        facts = FACTS["image_folder" if own else str(dataset)]
+        self.facts, self.root, self.download = facts, root, download
+        self.dataset = type(dataset).__name__ if own else str(dataset)
+        self._own = None if isinstance(dataset, str) else (dataset, test_dataset)
         self.batch_size, self.probe_batch_size, self.num_workers = batch_size, probe_batch_size, num_workers
         self.in_memory, self.on_corrupt, self.seed = in_memory, on_corrupt, seed
         augment = views == "augment" or not can_resample
         is_digits = dataset == "digits"
         self.pipeline = Pipeline(
-            recipes=_recipes(augmentation or facts.augmentation, num_views) if augment else None,
+            recipes=recipes_for(augmentation or facts.augmentation, num_views) if augment else None,
             num_views=num_views,
             size=image_size or facts.image_size,
             mean=tuple(mean or facts.mean),
@@ -137,8 +146,8 @@ class ImageDataModule(L.LightningDataModule):
     def source(self) -> Source:
         """The dataset, loaded at first use."""
         if self._source is None:
-            source = sources.load(self.dataset, self.root)
-            if self.in_memory and FACTS[self.dataset].files:
+            source = sources.load(self.dataset, self.root) if self._own is None else sources.wrap(*self._own)
+            if self.in_memory and self.facts.files:
                 train, test = (
                     sources.into_memory(split, self.pipeline.size, self.on_corrupt)
                     for split in (source.train, source.test)
@@ -148,19 +157,24 @@ class ImageDataModule(L.LightningDataModule):
         return self._source
 
     @property
+    def clean_image(self) -> bool:
+        """Whether batches hold the clean image; a method that needs it asks before training."""
+        return self.pipeline.clean_image
+
+    @property
     def num_classes(self) -> int:
         """Number of classes of the probe splits."""
         return len(self.source.classes)
 
     def prepare_data(self) -> None:
-        if self.download and FACTS[self.dataset].downloads:
+        if self.download and self.facts.downloads:
             sources.load(self.dataset, self.root, download=True)
 
     def setup(self, stage: str | None = None) -> None:
         _ = self.source  # bad roots fail here, before training starts
 
     def train_dataloader(self) -> ShardLoader:
-        _, world_size = self._shard()
+        _, world_size = self.shard()
         split = self.source.train
         if self.batch_size * world_size > len(split):
             raise ValueError(
@@ -168,11 +182,13 @@ class ImageDataModule(L.LightningDataModule):
                 f"samples of dataset={self.dataset!r}: no batch could be filled. Set batch_size to at most "
                 f"{len(split) // world_size}."
             )
-        return self._view_loader(split, TRAIN, self.batch_size, shuffle=True)
+        return self.resumed(self._view_loader(split, TRAIN, self.batch_size, shuffle=True))
 
-    def val_dataloader(self) -> ShardLoader:
-        _, world_size = self._shard()
+    def val_dataloader(self) -> ShardLoader | list[ShardLoader]:
+        _, world_size = self.shard()
         split = self.source.test
+        if not len(split):  # a dataset of one's own, without a test set
+            return []
         batch_size = max(1, min(self.batch_size, len(split) // world_size))
         return self._view_loader(split, TEST, batch_size, shuffle="once")
 
@@ -190,10 +206,16 @@ class ImageDataModule(L.LightningDataModule):
         if self.trainer is None:
             self.prepare_data()
         source, loaders = self.source, []
+        if not len(source.test):
+            raise ValueError("`test_dataset` must be given for probes, got None; give a labelled test set")
         # Digits of the train split are drawn as for the clean image of training.
         train_key = TRAIN if source.probe_train is source.train else PROBE_TRAIN
         for split, key, name in ((source.probe_train, train_key, "train"), (source.test, TEST, "test")):
             present = split.labels.unique()
+            if self._own is not None and present[-1] < 0:
+                raise ValueError(
+                    f"the {name} split of `dataset` must have classes for a probe, got images alone; yield both"
+                )
             if len(present) < 2:
                 raise ValueError(
                     f"The {name} split of dataset={self.dataset!r} in root={self.root!r} has one class only "
@@ -218,11 +240,11 @@ class ImageDataModule(L.LightningDataModule):
 
     def _view_loader(self, split: Split, key: int, batch_size: int, shuffle: bool | str) -> ShardLoader:
         dataset = RawImages(split, self.pipeline, key, True, self.on_corrupt)
-        sampler = ShardSampler(dataset, *self._shard(), shuffle=shuffle, even=True, seed=self.seed)
+        sampler = ShardSampler(dataset, *self.shard(), shuffle=shuffle, even=True, seed=self.seed)
         return self._loader(dataset, sampler, batch_size, drop_last=True)
 
     def _clean_loader(self, dataset: EpochDataset) -> ShardLoader:
-        return self._loader(dataset, ShardSampler(dataset, *self._shard()), self.probe_batch_size)
+        return self._loader(dataset, ShardSampler(dataset, *self.shard()), self.probe_batch_size)
 
     def _loader(
         self, dataset: EpochDataset, sampler: ShardSampler, batch_size: int, drop_last: bool = False
@@ -236,51 +258,6 @@ class ImageDataModule(L.LightningDataModule):
             persistent_workers=drop_last and self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
-
-    def _shard(self) -> tuple[int, int]:
-        """This process' rank and the number of processes, from the Trainer if there is one."""
-        if self.trainer is not None and (kwargs := self.trainer.distributed_sampler_kwargs) is not None:
-            return kwargs["rank"], kwargs["num_replicas"]
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
-
-
-def _recipes(augmentation: Any, num_views: int) -> tuple[Augmentation, ...]:
-    """One recipe for each view."""
-    if isinstance(augmentation, str):
-        recipes = list(preset(augmentation))
-    elif isinstance(augmentation, (list, tuple)):
-        recipes = []
-        for entry in augmentation:
-            recipe = preset(entry) if isinstance(entry, str) else (_recipe(entry),)
-            if len(recipe) > 1:
-                raise ValueError(
-                    f"augmentation: preset {entry!r} covers {len(recipe)} views: give it alone, not in a list."
-                )
-            recipes.append(recipe[0])
-    else:
-        recipes = [_recipe(augmentation)]
-    if not 1 <= len(recipes) <= num_views:
-        if isinstance(augmentation, str):
-            recipes = recipes[:num_views]
-        else:
-            raise ValueError(f"augmentation has {len(recipes)} recipes for num_views={num_views} views.")
-    return tuple(recipes[view % len(recipes)] for view in range(num_views))
-
-
-def _recipe(value: Any) -> Augmentation:
-    if isinstance(value, Mapping):
-        known = {field.name for field in dataclasses.fields(Augmentation)}
-        if unknown := sorted(set(value) - known):
-            raise ValueError(f"augmentation has no field {unknown}; it has {sorted(known)}.")
-        return Augmentation(**value)
-    if not isinstance(value, Augmentation):
-        raise TypeError(
-            f"augmentation must be a preset ({', '.join(PRESETS)}), an Augmentation or a list of these, "
-            f"but got {value!r}."
-        )
-    return value
 
 
 def _choice(name: str, value: Any, known: Any) -> None:

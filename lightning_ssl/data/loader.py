@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ssl.data.rng import permutation
 
 
-class ShardSampler(DistributedSampler):
+class ShardSampler(DistributedSampler[Any]):
     """Every `world_size`-th sample of an order that all ranks share.
 
     The b-th batches of all ranks together are the b-th batch of a single process with a batch `world_size` times as
@@ -58,7 +58,7 @@ class ShardSampler(DistributedSampler):
         self.epoch = epoch if self.reshuffle else 0
 
 
-class EpochDataset(Dataset):
+class EpochDataset(Dataset[Any]):
     """A dataset that fetches whole batches and knows the epoch, in its workers too."""
 
     def __init__(self) -> None:
@@ -72,6 +72,9 @@ class EpochDataset(Dataset):
     def epoch(self, value: int) -> None:
         self._epoch.fill_(value)
 
+    def __len__(self) -> int:
+        raise NotImplementedError
+
     def __getitems__(self, rows: list[int]) -> Any:
         raise NotImplementedError
 
@@ -82,7 +85,7 @@ class EpochDataset(Dataset):
 _END = object()
 
 
-class ShardLoader(DataLoader):
+class ShardLoader(DataLoader[Any]):
     """A DataLoader over an `EpochDataset` and a `ShardSampler` whose position can be saved and restored.
 
     Iteration is lazy, so that the epoch set between `iter` and the first batch counts: Lightning creates the first
@@ -93,6 +96,7 @@ class ShardLoader(DataLoader):
         super().__init__(dataset, collate_fn=kwargs.pop("collate_fn", _whole_batch), **kwargs)
         self._position = {"epoch": 0, "batch": 0}
         self._resume: dict[str, int] | None = None
+        self.untrained: Callable[[], int] = int  # batches handed out but not trained on; who knows sets it
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         epoch, skip = getattr(self.sampler, "epoch", 0), 0
@@ -101,6 +105,7 @@ class ShardLoader(DataLoader):
         self._resume = None
         if isinstance(self.sampler, ShardSampler):
             self.sampler.start = skip * (self.batch_size or 1)
+        assert isinstance(self.dataset, EpochDataset)
         self.dataset.epoch = epoch
         self._position = {"epoch": epoch, "batch": skip}
         batches = super().__iter__()
@@ -121,8 +126,8 @@ class ShardLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches have been handed out."""
-        return dict(self._position)
+        """The epoch, and how many of its batches have been handed out, without one that was not trained on."""
+        return {**self._position, "batch": max(0, self._position["batch"] - self.untrained())}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue behind those batches, if the next iteration is of the same epoch."""

@@ -80,7 +80,7 @@ class Pipeline:
         else:
             rows = torch.arange(len(raw.image), device=raw.image.device)
             box = torch.tensor([0.0, 0.0, height, width, 0.0], device=rows.device)[:, None].expand(5, len(rows))
-            x = transforms.resized_crop(raw.image, rows, *box, size=self.size)
+            x = transforms.resized_crop(raw.image, rows, box[0], box[1], box[2], box[3], box[4], self.size)
         return self._normalize(x.transpose(0, 1))
 
     def _view(self, raw: RawBatch, view: int) -> Tensor:
@@ -142,14 +142,14 @@ class RawImages(EpochDataset):
 
     def _from_files(self, rows: list[int]) -> RawBatch:
         size = self.pipeline.size
-        images, read = [], []
+        images, read, labels = [], [], []
         for row in rows:
-            found, image = self._read(row)
+            found, image, label_of = self._read(row)
             if image is not None:
                 images.append(image)
                 read.append(found)
-        index = as_rows(read)
-        label = self.split.labels[index]
+                labels.append(label_of)
+        index, label = as_rows(read), as_rows(labels)
         if not self.augmented:
             return RawBatch(_stack([sources.center_crop(image, size) for image in images], size), label, index)
         height, width = (torch.tensor([image.shape[axis] for image in images]) for axis in (1, 2))
@@ -161,17 +161,16 @@ class RawImages(EpochDataset):
             clean = _stack([sources.center_crop(image, size) for image in images], size)
         return RawBatch(clean, label, index, plans, crops, None, self.pipeline.num_views)
 
-    def _read(self, row: int) -> tuple[int, Tensor | None]:
-        """The image of a row; if it is corrupt and to be skipped, none, or the next readable one for training."""
-        assert self.split.paths is not None
+    def _read(self, row: int) -> tuple[int, Tensor | None, int]:
+        """Row, image and class; if it is corrupt and to be skipped, no image, or the next readable one for training."""
         for step in range(len(self.split) if self.augmented else 1):
             found = (row + step) % len(self.split)
-            image = sources.decode_or_none(self.split.paths[found], self.on_corrupt)
+            image, label = self.split.read(found, self.on_corrupt)
             if image is not None:
-                return found, image
+                return found, image, label
         if self.augmented:
             raise sources.CorruptImageError("None of the files can be decoded.")
-        return row, None
+        return row, None, -1
 
 
 class ProbeImages(EpochDataset):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Dataset
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
 
@@ -71,6 +73,59 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def read(self, row: int, on_corrupt: str) -> tuple[Tensor | None, int]:
+        """The bytes [C, H, W] and the class of a file; None for a corrupt one that is to be skipped."""
+        assert self.paths is not None
+        return decode_or_none(self.paths[row], on_corrupt), int(self.labels[row])
+
+
+class DatasetSplit(Split):
+    """Anybody's dataset as a split: each item is an image, or begins with an image and its class.
+
+    Args:
+        dataset: Yields PIL images or bytes [C, H, W]. Its classes are taken from `targets` or `labels`, as torchvision
+            names them, or else read with the images.
+        name: The argument it was given as, for messages.
+    """
+
+    def __init__(self, dataset: Dataset[Any], name: str) -> None:
+        if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+            raise TypeError(f"`{name}` must be a dataset with a length and items, got {type(dataset).__name__}")
+        self.dataset, self.name = dataset, name
+        self.pixels = self.paths = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    @cached_property
+    def labels(self) -> Tensor:  # type: ignore[override]
+        """All classes, [N]; one pass over the items where the dataset does not list them."""
+        for name in ("targets", "labels"):
+            listed = getattr(self.dataset, name, None)
+            if listed is not None and len(listed) == len(self):
+                return torch.as_tensor(np.asarray(listed)).long().reshape(len(self), -1)[:, 0]
+        return torch.tensor([self.read(row, "error")[1] for row in range(len(self))])
+
+    @property
+    def classes(self) -> list[str]:
+        names = getattr(self.dataset, "classes", None)
+        return [str(name) for name in names or range(max(0, int(self.labels.max())) + 1)]
+
+    def read(self, row: int, on_corrupt: str) -> tuple[Tensor | None, int]:
+        item = self.dataset[row]
+        image, label = (item[0], item[1]) if isinstance(item, (tuple, list)) and len(item) > 1 else (item, -1)
+        if isinstance(image, (tuple, list)):
+            (image,) = image
+        if isinstance(image, Image.Image):
+            image = _bytes(image)
+        if not isinstance(image, Tensor) or image.dtype != torch.uint8 or image.ndim != 3 or len(image) not in (1, 3):
+            got = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, Tensor) else type(image).__name__
+            raise TypeError(
+                f"`{self.name}` must yield PIL images or bytes of shape [3, H, W] or [1, H, W], got {got} in item "
+                f"{row}; leave out transforms such as ToTensor and Normalize"
+            )
+        return image.expand(3, -1, -1), int(label)
+
 
 @dataclass
 class Source:
@@ -96,6 +151,15 @@ def load(name: str, root: str, download: bool = False) -> Source:
         raise FileNotFoundError(
             f"dataset={name!r} cannot be read from root={root!r}: {error} {_remedy(name, root)}"
         ) from error
+
+
+def wrap(train: Dataset[Any], test: Dataset[Any] | None) -> Source:
+    """Anybody's datasets as a source; without a test set that split is empty."""
+    split = DatasetSplit(train, "dataset")
+    held_out = (
+        Split(torch.empty(0, dtype=torch.int64), paths=[]) if test is None else DatasetSplit(test, "test_dataset")
+    )
+    return Source(split, split, held_out, split.classes if test is not None else [])
 
 
 def _remedy(name: str, root: str) -> str:
@@ -183,16 +247,19 @@ def decode(path: str) -> Tensor:
     """
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I"):
-                gray = np.asarray(image).astype(np.float64) / 257
-                image = Image.fromarray(gray.round().clip(0, 255).astype(np.uint8))
-            pixels = np.array(image.convert("RGB"))
+            return _bytes(image)
     except Exception as error:  # Pillow's decoders raise anything, from SyntaxError to struct.error
         raise CorruptImageError(
             f"{path} cannot be decoded ({type(error).__name__}: {error}). Repair or remove the file, or set "
             "on_corrupt='skip'."
         ) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def _bytes(image: Image.Image) -> Tensor:
+    if image.mode.startswith("I"):
+        gray = np.asarray(image).astype(np.float64) / 257
+        image = Image.fromarray(gray.round().clip(0, 255).astype(np.uint8))
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
 def decode_or_none(path: str, on_corrupt: str) -> Tensor | None:
@@ -216,12 +283,11 @@ def center_crop(image: Tensor, size: int) -> Tensor:
 
 def into_memory(split: Split, size: int, on_corrupt: str) -> Split:
     """Decode all files of a split, resized to one size, into one tensor; corrupt ones are left out if skipped."""
-    assert split.paths is not None
     pixels = torch.empty(len(split), 3, size, size, dtype=torch.uint8)
-    kept: list[int] = []
-    for row, path in enumerate(split.paths):
-        image = decode_or_none(path, on_corrupt)
+    labels: list[int] = []
+    for row in range(len(split)):
+        image, label = split.read(row, on_corrupt)
         if image is not None:
-            pixels[len(kept)] = F.resize(image, [size, size], antialias=True)
-            kept.append(row)
-    return Split(split.labels[kept], pixels[: len(kept)])
+            pixels[len(labels)] = F.resize(image, [size, size], antialias=True)
+            labels.append(label)
+    return Split(torch.tensor(labels, dtype=torch.int64), pixels[: len(labels)])

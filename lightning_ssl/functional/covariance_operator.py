@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.functional._connection import Tape, as_found, check_views, fan, watched_layers
-from lightning_ssl.functional._estimate import (
+from lightning_ssl.functional.connection import Tape, as_found, check_views, fan, watched_layers
+from lightning_ssl.functional.estimate import (
     CovarianceOperatorNorms,
     Operators,
     Sums,
@@ -18,8 +18,8 @@ from lightning_ssl.functional._estimate import (
     laplacian,
     quadratic_forms,
 )
-from lightning_ssl.functional._sketch import PILOT, Basis, LayerSketch, make_basis, run_pilot
 from lightning_ssl.functional.losses import squared_distance
+from lightning_ssl.functional.sketch import PILOT, Basis, LayerSketch, make_basis, run_pilot
 
 _EXACT_BUDGET = 2**27  # numbers of exact rows held at a time
 _AT_ONCE = 64  # samples followed at a time: more take more memory, whose paging also costs a processor time

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_ssl.functional._checks import check_positive, check_rows, check_same_shape
+from lightning_ssl.functional.checks import check_positive, check_rows, check_same_shape
 
 # The side of a block of similarities: small enough for a CPU's cache, large enough to be fast.
 _BLOCK = 512
@@ -33,13 +33,13 @@ def alignment(x: Tensor, y: Tensor, alpha: float = 2.0) -> Tensor:
         >>> alignment(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]]))
         tensor(2.)
     """
-    return _pair_distances(x, y, alpha).mean()
+    return pair_distances(x, y, alpha).mean()
 
 
-def _pair_distances(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+def pair_distances(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     check_positive(alpha, "alpha")
     check_same_shape(x, y, ("x", "y"))
-    squared = (_unit_rows(x, "x") - _unit_rows(y, "y")).square().sum(dim=1)
+    squared = (unit_rows(x, "x") - unit_rows(y, "y")).square().sum(dim=1)
     return squared if alpha == 2 else squared ** (alpha / 2)
 
 
@@ -59,7 +59,7 @@ def uniformity(x: Tensor, t: float = 2.0) -> Tensor:
         tensor(-8.)
     """
     check_positive(t, "t")
-    x = _unit_rows(x, "x", min_rows=2)
+    x = unit_rows(x, "x", min_rows=2)
     n = x.shape[0]
     return _LogKernelSum.apply(x, t) - math.log(n * (n - 1) / 2)
 
@@ -134,10 +134,10 @@ def effective_rank(x: Tensor) -> Tensor:
         tensor(3.)
     """
     check_rows(x, "x")
-    return _effective_rank_of_values(torch.linalg.svdvals(x.to(torch.promote_types(x.dtype, torch.float32))))
+    return effective_rank_of_values(torch.linalg.svdvals(x.to(torch.promote_types(x.dtype, torch.float32))))
 
 
-def _effective_rank_of_values(singular_values: Tensor) -> Tensor:
+def effective_rank_of_values(singular_values: Tensor) -> Tensor:
     values = singular_values[singular_values > 0]
     if not len(values):
         raise ValueError("`x` is all zero and has no effective rank; the features have collapsed to the origin")
@@ -168,7 +168,7 @@ def principal_plane(x: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
     """
     if x.ndim == 2 and x.shape[1] < 2:
         raise ValueError(f"`x` needs at least 2 dimensions to have a plane, got {x.shape[1]}")
-    x = _unit_rows(x, "x", min_rows=2)
+    x = unit_rows(x, "x", min_rows=2)
     if centre:
         x = x - x.mean(dim=0)
     tiny = torch.finfo(x.dtype).tiny
@@ -186,7 +186,7 @@ def principal_plane(x: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
     return x @ directions, values[-2:].sum() / values.sum().clamp_min(tiny)
 
 
-def _unit_rows(x: Tensor, name: str, min_rows: int = 1) -> Tensor:
+def unit_rows(x: Tensor, name: str, min_rows: int = 1) -> Tensor:
     check_rows(x, name, min_rows=min_rows, nonzero=True)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     # Dividing by the largest entry first keeps the squares of very large or very small rows in range.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_positive, check_same_shape
+from lightning_ssl.functional.checks import check_positive, check_same_shape
 
 ContrastiveLoss = Literal["simple", "triplet", "nce"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_rows
-from lightning_ssl.functional.geometry import _unit_rows
+from lightning_ssl.functional.checks import check_rows
+from lightning_ssl.functional.geometry import unit_rows
 
 
 def second_moment(x: Tensor) -> Tensor:
@@ -45,14 +45,14 @@ def correlation_loss(x: Tensor, unbiased: bool = False) -> Tensor:
         >>> correlation_loss(torch.eye(4))
         tensor(0.)
     """
-    x = _unit_rows(x, "x", min_rows=2 if unbiased else 1) * math.sqrt(x.shape[1])
+    x = unit_rows(x, "x", min_rows=2 if unbiased else 1) * math.sqrt(x.shape[1])
     rows, dim = x.shape
     if rows >= dim:
-        return _correlation_loss_of_moment(second_moment(x), rows if unbiased else None)
+        return correlation_loss_of_moment(second_moment(x), rows if unbiased else None)
     # Lambda has the Gram matrix's eigenvalues and d - N zeros, each of which is 1 away from the identity's.
     gram = x @ x.T / rows
     loss = (gram - torch.eye(rows, dtype=x.dtype, device=x.device)).square().sum() + (dim - rows)
-    # What `_correlation_loss_of_moment` does, by |Lambda|^2 = L_cor + 2 tr Lambda - d and tr Lambda = d.
+    # What `correlation_loss_of_moment` does, by |Lambda|^2 = L_cor + 2 tr Lambda - d and tr Lambda = d.
     return loss - (dim**2 - loss - dim) / (rows - 1) if unbiased else loss
 
 
@@ -68,10 +68,10 @@ def correlation_matrix(x: Tensor, most: int | None = None) -> Tensor:
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    return second_moment((_unit_rows(x, "x") * math.sqrt(x.shape[1]))[:, :most])
+    return second_moment((unit_rows(x, "x") * math.sqrt(x.shape[1]))[:, :most])
 
 
-def _correlation_loss_of_moment(moment: Tensor, unbiased_rows: Tensor | int | None = None) -> Tensor:
+def correlation_loss_of_moment(moment: Tensor, unbiased_rows: Tensor | int | None = None) -> Tensor:
     """L_cor from Lambda (trace d), with the bias of `unbiased_rows` rows removed."""
     dim = moment.shape[0]
     if unbiased_rows is None:
@@ -95,7 +95,7 @@ def generalization_bound(l_cor: Tensor, dim: int, num_classes: int) -> Tensor:
         >>> generalization_bound(torch.tensor(0.0), dim=20, num_classes=10)
         tensor(-0.0250)
     """
-    _check_counts(dim=dim, num_classes=num_classes)
+    check_counts(dim=dim, num_classes=num_classes)
     return (2 * l_cor + num_classes - dim) / dim**2
 
 
@@ -154,7 +154,7 @@ def error_rate_bound_as_printed(l_cor: Tensor, dim: int, class_probs: Tensor | S
 
 
 def _check_classes(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[float], eps: float) -> Tensor:
-    _check_counts(dim=dim)
+    check_counts(dim=dim)
     probs = torch.as_tensor(class_probs, dtype=l_cor.dtype, device=l_cor.device)
     if probs.ndim != 1 or bool((probs < 0).any()) or abs(float(probs.sum()) - 1) > 1e-4 or float(probs.max()) >= 1:
         raise ValueError(f"`class_probs` must be at least two probabilities that sum to 1, got {class_probs}")
@@ -163,7 +163,7 @@ def _check_classes(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[float
     return probs
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")

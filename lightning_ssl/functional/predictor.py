@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_rows, check_square
+from lightning_ssl.functional.checks import check_rows, check_square
 
 
 class EigenspaceAlignmentResult(NamedTuple):
@@ -141,10 +141,10 @@ def effective_predictor(inputs: Tensor, outputs: Tensor, bias: bool = False) -> 
     x, y = _precise(inputs), _precise(outputs)
     if bias:
         x, y = x - x.mean(dim=0), y - y.mean(dim=0)
-    return _effective_predictor_of_moments(x.T @ x, y.T @ x).to(dtype)
+    return effective_predictor_of_moments(x.T @ x, y.T @ x).to(dtype)
 
 
-def _effective_predictor_of_moments(xx: Tensor, yx: Tensor) -> Tensor:
+def effective_predictor_of_moments(xx: Tensor, yx: Tensor) -> Tensor:
     """Least squares from the (sums or means of) products x x^T and y x^T."""
     return yx @ torch.linalg.pinv(xx, hermitian=True, rtol=1e-12 if xx.dtype == torch.float64 else 1e-6)
 

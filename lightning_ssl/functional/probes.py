@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_labels, check_positive, check_rows
-from lightning_ssl.functional.geometry import _unit_rows
+from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
+from lightning_ssl.functional.geometry import unit_rows
 
 # Similarities held at a time: 2^25 floats are 128 MB.
 _SIMILARITIES = 2**25
@@ -45,8 +45,8 @@ def knn_predict(
     if k < 1:
         raise ValueError(f"`k` must be at least 1, got {k}")
     check_positive(temperature, "temperature")
-    bank = _unit_rows(bank, "bank")
-    queries = _unit_rows(queries, "queries").to(bank.dtype)
+    bank = unit_rows(bank, "bank")
+    queries = unit_rows(queries, "queries").to(bank.dtype)
     if queries.shape[1] != bank.shape[1]:
         raise ValueError(f"`queries` and `bank` must agree in dimension, got {queries.shape[1]} and {bank.shape[1]}")
     check_labels(labels, num_classes, len(bank))

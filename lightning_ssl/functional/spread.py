@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_rows
+from lightning_ssl.functional.checks import check_rows
 
 
 class Spread(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_ssl.distributed import all_reduce_sum, rank_weight, world_size
@@ -64,11 +65,6 @@ class Method(L.LightningModule):
             self.log(f"train/{name}", mean, prog_bar=name == "loss", batch_size=rows)
         return values["loss"]
 
-    def on_train_start(self) -> None:
-        # A schedule asks for the run's length, and Lightning then sets up the loaders before it has read their
-        # positions from the checkpoint, and never puts them there: a resume in mid-epoch would start the epoch again.
-        self.trainer.fit_loop._load_combined_loader_states()
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._log_held_out("val", batch)
 
@@ -103,7 +99,7 @@ class Method(L.LightningModule):
             if hasattr(self, "predictor"):
                 self.predictor(z)
             if hasattr(self, "target"):
-                self.target(x)
+                self.target(x)  # type: ignore[operator]
 
     # --- optimizer ---
 
@@ -153,9 +149,19 @@ class Method(L.LightningModule):
         if self.warmup_epochs:
             self.trainer.fit_loop.setup_data()  # until then the length of an epoch is unknown
             steps_per_epoch = self.trainer.num_training_batches / self.trainer.accumulate_grad_batches
-            warmup = round(self.warmup_epochs * steps_per_epoch)
+            warmup = self._fitted_warmup(round(self.warmup_epochs * steps_per_epoch), int(total))
         scheduler = warmup_cosine(optimizer, int(total), warmup, self.scheduler == "cosine", self.lr_floor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _fitted_warmup(self, warmup: int, total: int) -> int:
+        if warmup < total:
+            return warmup
+        shorter = total // 10
+        rank_zero_warn(
+            f"`warmup_epochs`={self.warmup_epochs:g} makes {warmup} steps of warmup, but the run has only {total}: the "
+            f"rate warms up over the first tenth of the run ({shorter} steps) instead; set `warmup_epochs` to choose"
+        )
+        return shorter
 
     def _on_optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # The scaler does not call a skipping optimizer at all, but a fused one, which skips by itself.
@@ -189,7 +195,7 @@ class Method(L.LightningModule):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name in ("optimizer", "scheduler"):
             self.__dict__.setdefault(name, self._default(name))
 

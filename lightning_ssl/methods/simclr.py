@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_ssl import functional
@@ -108,7 +109,8 @@ class SimCLR(Method):
                 "`exact_weights` must be clean or augmented, `noise_on` gradient or weight, got "
                 f"{exact_weights!r} and {noise_on!r}"
             )
-        self.kind, self.exact = loss.removeprefix("exact_"), loss.startswith("exact_")
+        self.kind: Any = loss.removeprefix("exact_")
+        self.exact = loss.startswith("exact_")
         self.beta_form: Literal["table", "text"] = beta_form
         self.beta, self.tau, self.margin, self.negatives, self.normalize = beta, tau, margin, negatives, normalize
         self.gradient_noise, self.noise_on, self.seed = gradient_noise, noise_on, seed
@@ -191,13 +193,16 @@ class SimCLR(Method):
         if stage != "fit" or data is None:
             return
         if self.clean_weights and getattr(data, "clean_image", True) is False:
-            raise ValueError(
+            raise MisconfigurationException(
                 "the exact losses need clean images: set clean_image=True in the DataModule, or exact_weights="
                 '"augmented" here'
             )
         batch_size = getattr(data, "batch_size", None)
         if isinstance(batch_size, int) and self.negatives != "all":
-            self._choose_negatives(0, 0, batch_size * self.trainer.world_size)
+            try:
+                self._choose_negatives(0, 0, batch_size * self.trainer.world_size)
+            except ValueError as error:
+                raise MisconfigurationException(str(error)) from error
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.gradient_noise and self.noise_on == "gradient":

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssl.distributed import gather_objects, rank
-from lightning_ssl.functional._connection import as_found, check_views, watched_layers
-from lightning_ssl.functional._estimate import CovarianceOperatorNorms, Sums
-from lightning_ssl.functional._sketch import PILOT, Basis, Pilot, make_basis, run_pilot
+from lightning_ssl.functional.connection import as_found, check_views, watched_layers
 from lightning_ssl.functional.covariance_operator import (
     check_directions,
     check_reached,
     norms_of,
     sketched_rows,
 )
+from lightning_ssl.functional.estimate import CovarianceOperatorNorms, Sums
+from lightning_ssl.functional.sketch import PILOT, Basis, Pilot, make_basis, run_pilot
 from lightning_ssl.metrics._base import ReducedMetric
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_positive, check_rows
-from lightning_ssl.functional.geometry import _effective_rank_of_values, _pair_distances, _unit_rows, uniformity
+from lightning_ssl.functional.checks import check_positive, check_rows
+from lightning_ssl.functional.geometry import effective_rank_of_values, pair_distances, uniformity, unit_rows
 from lightning_ssl.metrics._base import ReducedMetric
 
 
@@ -35,7 +35,7 @@ class Alignment(ReducedMetric):
 
     def update(self, x: Tensor, y: Tensor) -> None:
         """Add the pairs of rows of `x` and `y`, both ``[N, d]``."""
-        distances = _pair_distances(x, y, self.alpha)
+        distances = pair_distances(x, y, self.alpha)
         self.total = self.total + distances.sum(dtype=torch.float64)
         self.count = self.count + len(x)
 
@@ -68,7 +68,7 @@ class Uniformity(ReducedMetric):
 
     def update(self, x: Tensor) -> None:
         """Add the rows of `x`, ``[N, d]``."""
-        self.rows.append(_unit_rows(x.detach(), "x"))
+        self.rows.append(unit_rows(x.detach(), "x"))
 
     def compute(self) -> Tensor:
         rows = self._rows("rows")
@@ -110,4 +110,4 @@ class EffectiveRank(ReducedMetric):
         eigenvalues = torch.linalg.eigvalsh(self.gram)
         # Below the roundoff of the sum an eigenvalue is noise, whose square root would count.
         floor = eigenvalues[-1] * len(eigenvalues) * torch.finfo(torch.float64).eps
-        return _effective_rank_of_values(torch.where(eigenvalues > floor, eigenvalues, 0).sqrt())
+        return effective_rank_of_values(torch.where(eigenvalues > floor, eigenvalues, 0).sqrt())

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_labels, check_positive
-from lightning_ssl.functional.geometry import _unit_rows
+from lightning_ssl.functional.checks import check_labels, check_positive
+from lightning_ssl.functional.geometry import unit_rows
 from lightning_ssl.functional.probes import knn_predict
 from lightning_ssl.metrics._base import ReducedMetric
 
@@ -49,7 +49,7 @@ class KNNAccuracy(ReducedMetric):
         """Add rows ``[N, d]`` with their labels ``[N]`` and dataset indices ``[N]`` to the bank or the queries."""
         if split not in ("bank", "query"):
             raise ValueError(f'`split` must be "bank" or "query", got {split!r}')
-        features = _unit_rows(features.detach(), "features").float()
+        features = unit_rows(features.detach(), "features").float()
         check_labels(labels, self.num_classes, len(features))
         if indices.shape != labels.shape:
             raise ValueError(f"`indices` must be shaped as `labels`, {tuple(labels.shape)}, got {tuple(indices.shape)}")

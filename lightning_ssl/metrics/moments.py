@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_rows
-from lightning_ssl.functional.geometry import _unit_rows
-from lightning_ssl.functional.moments import _check_counts, _correlation_loss_of_moment, generalization_bound
+from lightning_ssl.functional.checks import check_rows
+from lightning_ssl.functional.geometry import unit_rows
+from lightning_ssl.functional.moments import check_counts, correlation_loss_of_moment, generalization_bound
 from lightning_ssl.metrics._base import ReducedMetric
 
 
@@ -68,7 +68,7 @@ class CorrelationBound(ReducedMetric):
 
     def __init__(self, num_classes: int, unbiased: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        _check_counts(num_classes=num_classes)
+        check_counts(num_classes=num_classes)
         self.num_classes = num_classes
         self.unbiased = unbiased
         self.add_sum("total")
@@ -76,7 +76,7 @@ class CorrelationBound(ReducedMetric):
 
     def update(self, x: Tensor) -> None:
         """Add the rows of `x`, ``[N, d]``."""
-        x = _unit_rows(x.detach().double(), "x") * math.sqrt(x.shape[1])
+        x = unit_rows(x.detach().double(), "x") * math.sqrt(x.shape[1])
         self.total = self.total + x.T @ x
         self.count = self.count + len(x)
 
@@ -85,6 +85,6 @@ class CorrelationBound(ReducedMetric):
         if self.unbiased and int(self.count) < 2:
             raise ValueError("`unbiased` needs at least 2 rows over all ranks, got 1; pass a larger batch")
         correlation = self.total / self.count
-        l_cor = _correlation_loss_of_moment(correlation, self.count if self.unbiased else None)
+        l_cor = correlation_loss_of_moment(correlation, self.count if self.unbiased else None)
         l_bound = generalization_bound(l_cor, len(correlation), self.num_classes)
         return {"l_cor": l_cor, "l_bound": l_bound, "correlation": correlation}

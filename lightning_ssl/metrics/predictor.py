@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._checks import check_rows, check_square
-from lightning_ssl.functional.predictor import _effective_predictor_of_moments, predictor_values
+from lightning_ssl.functional.checks import check_rows, check_square
+from lightning_ssl.functional.predictor import effective_predictor_of_moments, predictor_values
 from lightning_ssl.metrics._base import ReducedMetric
 
 
@@ -87,4 +87,4 @@ class EigenspaceAlignment(ReducedMetric):
         if self.bias:
             xx = xx - torch.outer(self.x_sum, self.x_sum) / self.count
             yx = yx - torch.outer(self.y_sum, self.x_sum) / self.count
-        return _effective_predictor_of_moments(xx, yx)
+        return effective_predictor_of_moments(xx, yx)

@@ -81,7 +81,7 @@ def reset_parameters_(
         torch.manual_seed(seed)
         for module in fresh.modules():
             if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+                module.reset_parameters()  # type: ignore[operator]
         if init == "identity":
             nn.init.eye_(linear_of(fresh, "identity initialisation").weight)
         for module in fresh.modules():

@@ -31,7 +31,7 @@ class TargetNetwork(nn.Module):
         if init == "independent":
             for module in self.modules():
                 if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
+                    module.reset_parameters()  # type: ignore[operator]
         self.requires_grad_(False)
 
     @torch.no_grad()
@@ -43,7 +43,7 @@ class TargetNetwork(nn.Module):
         """Move to momentum * target + (1 - momentum) * online."""
         targets = [*self.backbone.parameters(), *self.projector.parameters()]
         online = [p.detach() for p in (*backbone.parameters(), *projector.parameters())]
-        torch._foreach_lerp_(targets, online, 1 - momentum)
+        torch._foreach_lerp_(targets, online, 1 - momentum)  # type: ignore[arg-type]
 
 
 def ema_momentum(start: float, step: int, total_steps: float, schedule: Literal["constant", "cosine"]) -> float:

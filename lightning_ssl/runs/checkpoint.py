@@ -14,7 +14,8 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ssl._lightning import OpenModelCheckpoint, dump_checkpoint, validation_follows
 
 
 class CheckpointError(RuntimeError):
@@ -128,7 +129,7 @@ def _others(path: Any) -> str:
     return f" Others in {folder}: {', '.join(p.name for p in others[:5])}" if others else ""
 
 
-class RunCheckpoint(ModelCheckpoint):
+class RunCheckpoint(OpenModelCheckpoint):
     """ModelCheckpoint whose checkpoints resume exactly, wherever a run is killed.
 
     Three things are different. A checkpoint takes its place only when the log holds the values of the step it was made
@@ -136,19 +137,29 @@ class RunCheckpoint(ModelCheckpoint):
     is saved after the validation: Lightning would leave the validation out when it resumes. And after an exception
     only the first rank saves, without waiting for ranks that may never come.
 
-    Takes the arguments of `lightning.pytorch.callbacks.ModelCheckpoint`.
+    Args:
+        *args: The arguments of `lightning.pytorch.callbacks.ModelCheckpoint`.
+        save_on_exception: Save what there is when an exception ends the run.
+        **kwargs: Likewise.
+
+    Example:
+        >>> saver = RunCheckpoint(every_n_train_steps=100, save_last=True)
+        >>> saver.every_n_train_steps
+        100
     """
 
     _after_validation = False
 
+    def __init__(self, *args: Any, save_on_exception: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.save_on_exception = save_on_exception  # Lightning has it since 2.6 only
+
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loop = trainer.fit_loop.epoch_loop
-        if loop._should_check_val_fx(trainer.fit_loop._data_fetcher) or trainer.is_last_batch:
-            self._after_validation = bool(self._every_n_train_steps) and (
-                trainer.global_step % self._every_n_train_steps == 0
-            )
+        if validation_follows(trainer) or trainer.is_last_batch:
+            every = self.every_n_train_steps
+            self._after_validation = every > 0 and trainer.global_step % every == 0
             return
         with self._hold(trainer):
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -168,20 +179,18 @@ class RunCheckpoint(ModelCheckpoint):
 
     def _save(self, trainer: L.Trainer) -> None:
         self._after_validation = False
-        if not self._should_skip_saving_checkpoint(trainer):
-            candidates = self._monitor_candidates(trainer)
-            self._save_topk_checkpoint(trainer, candidates)
-            self._save_last_checkpoint(trainer, candidates)
+        if self.may_save(trainer):
+            self.save_now(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._release(trainer)
-        if not self._should_save_on_exception(trainer) or isinstance(exception, CheckpointError):
+        if not (self.save_on_exception and self.may_save(trainer)) or isinstance(exception, CheckpointError):
             return
         if trainer.world_size == 1:
-            super().on_exception(trainer, pl_module, exception)
+            self.save_unranked(trainer)
         elif trainer.is_global_zero and self.save_last:
-            self.last_model_path = self.format_checkpoint_name(self._monitor_candidates(trainer), "last")
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+            self.last_model_path = self.last_path(trainer)
+            checkpoint = dump_checkpoint(trainer, self.save_weights_only)
             trainer.strategy.checkpoint_io.save_checkpoint(checkpoint, self.last_model_path)
 
     # Everything that follows the logging of a step lets its checkpoint take its place -----------------------------

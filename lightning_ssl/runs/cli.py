@@ -12,6 +12,7 @@ import yaml
 DESCRIPTION = """\
 Self-supervised training under the microscope. Besides the commands below there are `lightning-ssl reproduce --list`
 (the papers' tables and figures) and `lightning-ssl dashboard --help` (a W&B workspace for the diagnostics)."""
+TUNING = "Callbacks are tuned and switched off by name: --knn.every_n_epochs 1 --linear false."
 
 
 def main(args: list[str] | None = None) -> None:
@@ -31,15 +32,23 @@ def main(args: list[str] | None = None) -> None:
 
         sys.exit(dashboard(command[1:]))
 
+    import lightning.pytorch as L
+
     from lightning_ssl.runs.run import RunCLI, SaveRunConfig
 
     beneath = [str(shipped(name)) for name in configs_beneath(command)]
-    commands = {name: {"default_config_files": beneath} for name in RunCLI.subcommands()}
+    commands = {
+        name: {
+            "default_config_files": beneath,
+            "description": f"{getattr(L.Trainer, name).__doc__.splitlines()[0]} {TUNING}",
+        }
+        for name in RunCLI.subcommands()
+    }
     RunCLI(
         args=args,
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
-        parser_kwargs={"description": DESCRIPTION, **commands},
+        parser_kwargs={"description": f"{DESCRIPTION}\n{TUNING}", **commands},
         auto_configure_optimizers=False,
     )
 

@@ -89,7 +89,9 @@ def build(entity: str, project: str, name: str) -> Any:
 
 
 def _draw(panel: Panel) -> Any:
-    import wandb_workspaces.reports.v2 as wr
+    from wandb_workspaces.reports import v2
+
+    wr: Any = v2  # its names are made when it is imported
 
     if panel.kind == "scatter":
         (y,) = panel.keys

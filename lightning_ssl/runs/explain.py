@@ -36,7 +36,7 @@ def explain(message: str, flags: list[str]) -> str:
 def _unknown_class(message: str, flags: list[str]) -> str | None:
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         known = dir(importlib.import_module(missing[1]))
-        return f"{missing[1]} has no {missing[2]!r}{_nearest(missing[2], known)}"
+        return f"{missing[1]} has no {missing[2]!r}{nearest(missing[2], known)}"
     given = re.search(r"dot import path string: ([\w.]+)", message)
     given = given or re.search(r"dot import path.*^\s*Given value: ([\w.]+)$", message, re.MULTILINE | re.DOTALL)
     keys = re.findall(r'Parser key "([\w.]+)"', message)
@@ -44,7 +44,7 @@ def _unknown_class(message: str, flags: list[str]) -> str | None:
         return None
     known = KINDS[keys[-1]]
     return (
-        f"--{keys[-1]}: there is no {given[1]!r}{_nearest(given[1], known)}. Known: {', '.join(known)}; a class of "
+        f"--{keys[-1]}: there is no {given[1]!r}{nearest(given[1], known)}. Known: {', '.join(known)}; a class of "
         "your own is named by its import path, package.module.Class"
     )
 
@@ -58,20 +58,18 @@ def _unknown_option(message: str, flags: list[str]) -> str | None:
         return None
     module, _, name = found["path"].rpartition(".")
     known = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-    return (
-        f"{name} has no option {found['option']!r}{_nearest(found['option'], known)}. Its options: {', '.join(known)}"
-    )
+    return f"{name} has no option {found['option']!r}{nearest(found['option'], known)}. Its options: {', '.join(known)}"
 
 
 def _unknown_flag(message: str, flags: list[str]) -> str | None:
     if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
         name = unknown[1].partition("=")[0]
-        return f"there is no flag {name}{_nearest(name, flags)}; `lightning-ssl fit --help` lists them"
+        return f"there is no flag {name}{nearest(name, flags)}; `lightning-ssl fit --help` lists them"
     if unknown := re.search(r"does not accept option '([\w.]+)'", message):
         known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
         top = [*known, "model", "data", "trainer", "optimizer", "seed_everything", "ckpt_path", "root", "name"]
         head = unknown[1].partition(".")[0]
-        return f"the config has no option {unknown[1]!r}{_nearest(head, top)}; `lightning-ssl fit --help` lists them"
+        return f"the config has no option {unknown[1]!r}{nearest(head, top)}; `lightning-ssl fit --help` lists them"
     return None
 
 
@@ -87,7 +85,7 @@ def _wrong_value(message: str, flags: list[str]) -> str | None:
     if not kinds and not choices:
         return None
     expected = " or ".join([*kinds, *([f"one of {', '.join(choices)}"] if choices else [])])
-    return f"{'.'.join(keys)} must be {expected}; got {value[1]!r}{_nearest(value[1], choices)}"
+    return f"{'.'.join(keys)} must be {expected}; got {value[1]!r}{nearest(value[1], choices)}"
 
 
 def _wrong_config(message: str, flags: list[str]) -> str | None:
@@ -95,7 +93,7 @@ def _wrong_config(message: str, flags: list[str]) -> str | None:
         base = Path(str(files("lightning_ssl.configs")))
         shipped = [path.relative_to(base).as_posix() for path in base.rglob("*.yaml")]
         asked = "/".join(Path(missing[1]).parts[-2:])
-        return f"--config: there is no file {missing[1]!r}, nor a shipped one of that name{_nearest(asked, shipped)}"
+        return f"--config: there is no file {missing[1]!r}, nor a shipped one of that name{nearest(asked, shipped)}"
     if unexpected := re.search(r"Unexpected config:\s*(.*)", message, re.DOTALL):
         got = (unexpected[1].strip().splitlines() or ["nothing"])[0]
         return f"--config needs a YAML file of options, like `trainer: {{max_epochs: 10}}`; got {got!r}"
@@ -106,7 +104,8 @@ def _wrong_config(message: str, flags: list[str]) -> str | None:
     return None
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: list[str]) -> str:
+    """A hint at the known name that comes nearest, or nothing."""
     lowered = {entry.lower(): entry for entry in known}
     close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     return f" (did you mean {lowered[close[0]]!r}?)" if close else ""

@@ -9,10 +9,9 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loggers.logger import rank_zero_experiment
-
-from lightning_ssl.callbacks._engine.report import warn_once
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 
 class ResumableCSVLogger(CSVLogger):
@@ -21,26 +20,40 @@ class ResumableCSVLogger(CSVLogger):
     Lightning's own deletes the file when the folder exists. This one reads it, and at the first new row drops what the
     resumed run is about to log again. Rows that cannot be written for lack of space are written later, if there is
     space then; the file is never left with half a row.
+
+    Example:
+        >>> logger = ResumableCSVLogger("runs", name="a", version="")
     """
+
+    writer: _Writer | None = None
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        if self._experiment is None:
-            self._experiment = _Writer(self.log_dir)
-        return self._experiment
+        if self.writer is None:
+            self.writer = _Writer(self.log_dir)
+        return self.writer
+
+    def finalize(self, status: str) -> None:
+        if self.writer is not None:  # nothing was logged: leave no file behind
+            self.save()
 
 
-class _Writer(ExperimentWriter):
+class _Writer:
     def __init__(self, log_dir: str) -> None:
-        super().__init__(log_dir)
+        self.metrics: list[dict[str, Any]] = []  # rows not yet written
+        self.metrics_keys: list[str] = []  # columns of the file, once this run has written one
+        self.metrics_file_path = os.path.join(log_dir, "metrics.csv")
+        os.makedirs(log_dir, exist_ok=True)
+        # The file stands until the resumed run's first row replaces it.
         self._earlier: list[dict[str, Any]] | None = read_rows(self.metrics_file_path)
 
-    def _check_log_dir_exists(self) -> None:
-        """Delete nothing: the file stands until the resumed run's first row replaces it."""
+    def log_hparams(self, params: dict[str, Any]) -> None:
+        """The run's config.yaml holds them."""
 
-    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
-        super().log_metrics(metrics_dict, step)
+    def log_metrics(self, metrics_dict: dict[str, Any], step: int | None = None) -> None:
+        values = {key: value.item() if isinstance(value, Tensor) else value for key, value in metrics_dict.items()}
+        self.metrics.append({**values, "step": len(self.metrics) if step is None else step})
         if self._earlier is not None:
             first = self.metrics[-1]["step"]
             self.metrics[:0] = [row for row in self._earlier if int(row["step"]) < first]
@@ -105,18 +118,24 @@ class GuardLoggers(L.Callback):
 
     CALLS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "save", "after_save_checkpoint", "finalize")
 
+    def __init__(self) -> None:
+        self._warned: set[tuple[str, str]] = set()
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._warned.clear()  # each fit is told anew
         for logger in trainer.loggers:
             for name in self.CALLS:
                 if hasattr(logger, name) and name not in vars(logger):
-                    setattr(logger, name, _guarded(logger, name, getattr(logger, name)))
+                    setattr(logger, name, self._guarded(logger, name, getattr(logger, name)))
 
+    def _guarded(self, logger: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:
+                who = type(logger).__name__
+                if (who, name) not in self._warned:
+                    self._warned.add((who, name))
+                    rank_zero_warn(f"{who}: {name} failed, training goes on: {error}")
 
-def _guarded(logger: Any, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            warn_once(logger, f"{type(logger).__name__}: {name} failed, training goes on: ", error)
-
-    return guarded
+        return guarded

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as L
 import numpy as np
 import torch
+from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,10 +22,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
-from lightning_ssl.callbacks._engine.report import run_dir
+from lightning_ssl.distributed import rank, world_size
+from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
+from lightning_ssl.runs.tuning import split_flags, tune
 
 __all__ = ["ResumableCSVLogger", "RunCLI", "RunParser", "SaveRunConfig", "explain"]
 
@@ -33,21 +38,42 @@ class RunParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # a parser within the parser: its message is part of a larger one
             super().error(message, ex)
-        self.exit(2, f"lightning-ssl: error: {explain(message, list(self._option_string_actions))}\n")
+        self.exit(2, f"lightning-ssl: error: {explain(message, self.flags)}\n")
+
+    @property
+    def flags(self) -> list[str]:
+        """Every flag there is."""
+        return list(self._option_string_actions)
 
 
 class RunCLI(LightningCLI):
     """LightningCLI whose runs each have a folder ``<root>/<run>`` that no other run has."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(
-            L.LightningModule,
-            L.LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            parser_class=RunParser,
-            **kwargs,
-        )
+        self.parsers: list[RunParser] = []
+        self.reading: str | None = None  # the checkpoint whose hyperparameters are being read
+        try:
+            super().__init__(
+                L.LightningModule,
+                L.LightningDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=True,
+                **kwargs,
+            )
+        except Exception as error:
+            self._answer(error)
+
+    def _answer(self, error: Exception) -> None:
+        """What a person can mend needs no traceback: files that are missing, places a module does not have."""
+        try:
+            if self.reading is not None:
+                with readable(self.reading):
+                    raise error
+            raise error
+        except CheckpointError as found:
+            self.parser.exit(1 if self.reading is None else 2, f"lightning-ssl: error: {found}\n")
+        except (MisconfigurationException, FileNotFoundError):
+            self.parser.exit(2, f"lightning-ssl: error: {error}\n")
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--root", type=str, default="runs", help="Folder that holds the runs.")
@@ -59,17 +85,39 @@ class RunCLI(LightningCLI):
         )
         parser.add_argument("--output", type=str, default="embeddings.npz", help="The file that `predict` writes.")
 
-    def _parse_ckpt_path(self) -> None:
-        path = self.config.get(self.config.subcommand, {}).get("ckpt_path")
-        try:
-            if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
-                with readable(path):
-                    os.stat(path)
-                    super()._parse_ckpt_path()
-        except CheckpointError as error:
-            self.parser.exit(2, f"lightning-ssl: error: {error}\n")
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = RunParser(**{"dump_header": [f"lightning.pytorch=={L.__version__}"], **kwargs})
+        parser.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
+        )
+        self.parsers.append(parser)
+        return parser
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Take out the flags that name a callback, and set its options when the list of callbacks is known."""
+        if not (args is None or isinstance(args, list)):
+            super().parse_arguments(parser, args)
+            return
+        known = sorted({flag for known in self.parsers for flag in known.flags})
+        others, named = split_flags(sys.argv[1:] if args is None else args, known)
+        if args is not None or named:
+            self.config = parser.parse_args(others)
+        else:
+            super().parse_arguments(parser, args)
+        if named:
+            trainer = self.config[self.config.subcommand].trainer
+            empty = partial(RunParser, parser_mode=parser.parser_mode)
+            trainer.callbacks = tune(trainer.callbacks, named, empty, known, self._refuse)
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
+            self.reading = path
+            os.stat(path)
+
+    def _refuse(self, message: str) -> NoReturn:
+        self.parser.exit(2, f"lightning-ssl: error: {message}\n")
 
     def before_instantiate_classes(self) -> None:
+        self.reading = None
         config = self.config[self.subcommand]
         if config.name and Path(config.name).name != config.name:
             self.parser.error(f"--name {config.name!r} must be the name of one folder in --root: leave out the path")
@@ -120,39 +168,40 @@ class RunCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Leave out the callbacks on a predictor when the method has none, so that one flag switches methods."""
         if isinstance(getattr(self.model, "predictor", None), (type(None), torch.nn.Identity)):
-            trainer = self.config_init[self.subcommand].trainer
-            trainer.callbacks = [c for c in trainer.callbacks or [] if getattr(c, "predictor", None) != "predictor"]
+            config = self.config_init[self.subcommand].trainer
+            given = config.callbacks or []
+            given = given if isinstance(given, list) else [given]  # one class alone: --trainer.callbacks=RunCheckpoint
+            config.callbacks = [c for c in given if getattr(c, "predictor", None) != "predictor"]
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.insert(0, GuardLoggers())
+        trainer.callbacks.insert(0, GuardLoggers())  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckpointFiles()
         return trainer
 
-    def _run_subcommand(self, subcommand: str) -> None:
-        """What a person can mend needs no traceback: files that are missing, places a module does not have."""
-        try:
-            super()._run_subcommand(subcommand)
-        except (CheckpointError, MisconfigurationException, FileNotFoundError) as error:
-            code = 1 if isinstance(error, CheckpointError) else 2
-            self.parser.exit(code, f"lightning-ssl: error: {error}\n")
-
     def after_predict(self) -> None:
         """Write features, labels and indices of all ranks, in the order of the indices, each once."""
-        parts = self.trainer.predict_loop.predictions
-        rows = {name: torch.cat([part[name].cpu() for part in parts]) for name in ("features", "label", "index")}
-        if self.trainer.world_size > 1:
-            gathered: list[Any] = [None] * self.trainer.world_size
-            torch.distributed.all_gather_object(gathered, {name: rows[name].numpy() for name in rows})
-        else:
-            gathered = [
-                {name: rows[name].float().numpy() if name == "features" else rows[name].numpy() for name in rows}
-            ]
-        if self.trainer.is_global_zero:
-            arrays = {name: np.concatenate([part[name] for part in gathered]) for name in rows}
-            _, first = np.unique(arrays["index"], return_index=True)
-            output = self.config[self.subcommand].output
-            np.savez_compressed(output, **{name: array[first] for name, array in arrays.items()})
-            print(f"wrote {len(first)} embeddings to {output}: arrays features, label, index")
+        write_embeddings(self.trainer.predict_loop.predictions, self.config[self.subcommand].output)
+
+
+def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:
+    """Write what `predict_step` returned on all ranks to one .npz file; called by all of them.
+
+    Args:
+        parts: This rank's batches, each with the rows' "features", "label" and "index".
+        output: The file, written by the first rank. Features are float32 whatever the run's precision.
+    """
+    rows = {name: torch.cat([part[name].cpu() for part in parts]) for name in ("features", "label", "index")}
+    rows["features"] = rows["features"].float()  # numpy has no bfloat16
+    mine = {name: values.numpy() for name, values in rows.items()}
+    gathered: list[Any] = [mine]
+    if world_size() > 1:
+        gathered = [None] * world_size()
+        torch.distributed.all_gather_object(gathered, mine)
+    if rank() == 0:
+        arrays = {name: np.concatenate([part[name] for part in gathered]) for name in mine}
+        _, first = np.unique(arrays["index"], return_index=True)
+        np.savez_compressed(output, **{name: array[first] for name, array in arrays.items()})  # type: ignore[arg-type]
+        print(f"wrote {len(first)} embeddings to {output}: arrays features, label, index")
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.data.hltm import HLTM, latent_position
+from lightning_ssl.data.synthetic import HLTM, latent_position
 
 __all__ = [
     "HLTM",
@@ -121,8 +121,8 @@ class HLTMNetwork(nn.Module):
             for name, linear in tree.nodes.items():
                 level, index = latent_position(name, self.branching)
                 row = run * self.branching**level + index
-                linear.weight.copy_(self.weight[level][row])
-                linear.bias.copy_(self.bias[level][row, :, 0])
+                linear.weight.copy_(self.weight[level][row])  # type: ignore[operator]
+                linear.bias.copy_(self.bias[level][row, :, 0])  # type: ignore[operator]
         return tree
 
     @torch.no_grad()
@@ -373,7 +373,7 @@ def _root_conditional_connection(
             inputs = below.reshape(runs, b**level, -1, n)[:, index]  # [runs, fan_in, n]
             total = total + torch.einsum("rkn,raun->rkua", inputs, jacobian).flatten(1, 2)
         means.append(total / samples)
-    return torch.stack(means)
+    return torch.stack(means)  # type: ignore[arg-type]
 
 
 def _root_probability(tree: HLTM, like: Tensor) -> Tensor:

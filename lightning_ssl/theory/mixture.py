@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ssl.data.mixture import GaussianMixture
+from lightning_ssl.data.synthetic import GaussianMixture
 
 __all__ = ["GaussianMixture", "TwoLayer", "two_layer_flow"]
 

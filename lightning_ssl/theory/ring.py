@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_ssl.data.ring import ring_population
+from lightning_ssl.data.synthetic import ring_population
 
 __all__ = ["amplification", "neuron_operator", "ring_population"]
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from lightning_ssl.data._synthetic import SyntheticDataModule
-from lightning_ssl.data.hltm import HLTM, HLTMDataModule, latent_position
 from lightning_ssl.data.loader import ShardLoader, ShardSampler
-from lightning_ssl.data.mixture import MixtureDataModule
+from lightning_ssl.data.synthetic import HLTM, HLTMDataModule, MixtureDataModule, latent_position
+from lightning_ssl.data.synthetic.base import SyntheticDataModule
 
 
 def generator(seed: int = 0) -> torch.Generator:

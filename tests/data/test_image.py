@@ -1,5 +1,6 @@
 """The DataModule in a Trainer: order, ranks, workers, resume, bad arguments."""
 
+import inspect
 import os
 import zlib
 
@@ -7,13 +8,17 @@ import lightning.pytorch as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_ssl.data import Augmentation, ImageDataModule, Nuisance, ViewBatch
 from lightning_ssl.data.loader import ShardSampler
 from tests.data.files import write_folder
 from tests.ddp import run_ranks
 
+# Lightning takes the argument since 2.6.
+WEIGHTS_ONLY = {"weights_only": True} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
+# Before 2.5 Lightning counts the batch of a step's checkpoint twice; the samples are right all the same.
+COUNTS_ON_RESUME = tuple(int(part) for part in L.__version__.split(".")[:2]) >= (2, 5)
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
@@ -139,37 +144,83 @@ def test_the_clean_image_is_the_probes():
     assert not torch.equal(*batch.views)
 
 
+class Scheduled(Recorder):
+    """Somebody else's module, whose schedule asks for the run's length."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 class Killed(Exception):
     pass
 
 
 class KillAt(L.Callback):
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, mid_step=False):
+        self.step, self.mid_step = step, mid_step
 
     def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and not self.mid_step:
+            raise Killed
+
+    def on_before_optimizer_step(self, trainer, *_):
+        if trainer.global_step == self.step and self.mid_step:
             raise Killed
 
 
 # Epochs have five steps: in the middle of the second, with and without a worker that reads ahead, and at its end.
-@pytest.mark.parametrize(("kill_at", "workers"), [(8, 0), (8, 1), (10, 0)])
-def test_a_resumed_run_continues_as_if_never_stopped(tmp_path, kill_at, workers):
+@pytest.mark.parametrize(("kill_at", "workers"), [(8, 0), (8, 1), (8, 2), (10, 0)])
+@pytest.mark.parametrize("module", [Recorder, Scheduled])
+def test_a_resumed_run_continues_as_if_never_stopped(tmp_path, kill_at, workers, module):
     def run(model, path=None, **arguments):
         data = ImageDataModule(batch_size=256, num_workers=workers, seed=3)
         checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
         callbacks = [checkpoint, *arguments.pop("callbacks", [])]
         trainer = trainer_for(max_epochs=3, enable_checkpointing=True, callbacks=callbacks, limit_val_batches=0)
-        trainer.fit(model, data, ckpt_path=path, weights_only=True if path else None)
+        trainer.fit(model, data, ckpt_path=path, **WEIGHTS_ONLY)
 
-    whole, killed, resumed = Recorder(), Recorder(), Recorder()
+    whole, killed, resumed = module(), module(), module()
     run(whole)
     with pytest.raises(Killed):
         run(killed, callbacks=[KillAt(kill_at)])
     run(resumed, tmp_path / f"step={kill_at}.ckpt")
     assert len(whole.trained) == 15
     assert killed.trained == whole.trained[:kill_at]
-    assert resumed.trained == whole.trained[kill_at:]
+    expected = whole.trained[kill_at:]
+    if not COUNTS_ON_RESUME:
+        resumed.trained, expected = (
+            [(epoch, seen) for epoch, _, seen in trained] for trained in (resumed.trained, expected)
+        )
+    assert resumed.trained == expected
+
+
+@pytest.mark.parametrize("module", [Recorder, Scheduled])
+def test_a_batch_that_failed_is_trained_on_after_the_resume(tmp_path, module):
+    def run(model, path=None, **arguments):
+        trainer = trainer_for(max_epochs=2, limit_val_batches=0, **arguments)
+        trainer.fit(model, ImageDataModule(batch_size=256), ckpt_path=path, **WEIGHTS_ONLY)
+
+    whole, killed, resumed = module(), module(), module()
+    run(whole)
+    with pytest.raises(Killed):
+        run(killed, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(tmp_path), KillAt(7, mid_step=True)])
+    run(resumed, tmp_path / "on_exception.ckpt")
+    assert [seen[2] for seen in resumed.trained] == [seen[2] for seen in whole.trained[7:]]
+
+
+@pytest.mark.parametrize("module", [Recorder, Scheduled])
+def test_a_run_saved_when_it_had_ended_goes_on_with_a_whole_epoch(tmp_path, module):
+    data, model, longer = ImageDataModule(batch_size=256), module(), module()
+    trainer = trainer_for(max_epochs=1, limit_val_batches=0)
+    trainer.fit(model, data)
+    next(iter(data.train_dataloader()))  # on the side, it moves nothing
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    trainer = trainer_for(max_epochs=2, limit_val_batches=0)
+    trainer.fit(longer, data, ckpt_path=tmp_path / "end.ckpt", **WEIGHTS_ONLY)
+    assert [(epoch, batch) for epoch, batch, _ in longer.trained] == [(1, batch) for batch in range(5)]
 
 
 def test_workers_change_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from contextlib import nullcontext
 
 import lightning.pytorch as L
 import pytest
@@ -10,8 +11,10 @@ import torchvision
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_ssl.data import ImageDataModule, MixtureDataModule
 from lightning_ssl.methods import BYOL, RAFT, BarlowTwins, BYOLPrime, DirectPred, SimCLR, SimSiam
 from tests.ddp import run_ranks
 from tests.methods.helpers import METHODS, SMALL, fit, loader, make_batch, norm_free, small
@@ -280,8 +283,17 @@ def test_unserved_options_are_refused_before_training():
 
     for options, message in (({"negatives": 7}, "6 negatives"), ({"loss": "exact_simple"}, "clean_image=True")):
         trainer = L.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(MisconfigurationException, match=message):
             trainer.fit(small(SimCLR, **options), datamodule=Data())
+
+
+@pytest.mark.parametrize("data", [ImageDataModule(batch_size=8), MixtureDataModule(dim=4, batch_size=8)])
+def test_exact_losses_refuse_our_own_data_without_clean_images(data):
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, fast_dev_run=True
+    )
+    with pytest.raises(MisconfigurationException, match="clean_image=True"):
+        trainer.fit(small(SimCLR, loss="exact_nce"), datamodule=data)
 
 
 @pytest.mark.parametrize("batch", [torch.zeros(4, 3, 8, 8), make_batch()._replace(views=make_batch().views[:1])])
@@ -293,8 +305,22 @@ def test_batches_without_two_views_are_refused(batch):
 def test_schedules_need_a_length():
     with pytest.raises(ValueError, match="max_epochs"):
         fit(small(SimSiam), max_epochs=-1)
-    with pytest.raises(ValueError, match="warmup_epochs"):
-        fit(small(SimSiam, warmup_epochs=3))
+
+
+@pytest.mark.parametrize(("epochs", "warmup"), [(1, 0), (3, 1), (12, 10)])
+def test_a_run_shorter_than_the_warmup_warms_up_over_its_first_tenth(epochs, warmup):
+    rates = []
+
+    class Rates(L.Callback):
+        def on_train_batch_start(self, trainer, *_):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    model = small(BarlowTwins, warmup_epochs=10)
+    with pytest.warns(UserWarning, match=r"`warmup_epochs`=10 .* first tenth") if epochs < 11 else nullcontext():
+        fit(model, max_epochs=epochs, callbacks=[Rates()])
+    steps = 4 * warmup if epochs > 10 else warmup
+    assert rates.index(max(rates)) == steps
+    assert rates[0] == pytest.approx(0.2 / (steps + 1))
 
 
 # --- command line ---

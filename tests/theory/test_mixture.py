@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_ssl.data.mixture import GaussianMixture, MixtureDataModule
+from lightning_ssl.data.synthetic import GaussianMixture, MixtureDataModule
 from lightning_ssl.theory import linear
 from lightning_ssl.theory.mixture import TwoLayer, two_layer_flow
 

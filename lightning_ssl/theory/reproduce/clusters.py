@@ -27,7 +27,7 @@ def two_layer(run: Run) -> Report:
             norms = [torch.stack([network.w1.flatten(1).norm(dim=1), network.w2.norm(dim=1)])]
             for step in range(1, steps + 1):
                 same, other = (mixture.sample_component(128, generator) for _ in range(2))
-                network.step(*(mixture.sample(c, generator) for c in (same, same, other)), lr=0.01)
+                network.step(*(mixture.sample(c, generator) for c in (same, same, other)), lr=0.01)  # type: ignore[arg-type,misc]
                 if step % every == 0:
                     norms.append(torch.stack([network.w1.flatten(1).norm(dim=1), network.w2.norm(dim=1)]))
             return {"norms": torch.stack(norms), "w2": network.w2, "active": network.active_clusters(mixture.means)}

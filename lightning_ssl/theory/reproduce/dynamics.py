@@ -28,7 +28,7 @@ def phase_portraits(run: Run) -> Report:
         eta: run.stage(
             f"eta{eta:g}",
             1,
-            lambda eta=eta: torch.stack(
+            lambda eta=eta: torch.stack(  # type: ignore[misc]
                 ModeDynamics.isotropic(sigma2, 1.0, None, eta).solve(p0, s0, times, tau, freeze_tau=True)[:2]
             ),
         )
@@ -147,7 +147,7 @@ def ema_weight_decay(run: Run) -> Report:
     """Fig 5: weight decay and EMA raise K's eigenvalue, at the price of small features or slow training."""
     sigma2, start = 0.03**2, torch.tensor([0.3], dtype=D)
     times = torch.linspace(0, run.pick(100.0, 400.0), 1001, dtype=D)
-    sweeps = {
+    sweeps: dict[str, Any] = {
         "eta": [(eta, 0.4) for eta in (0.0, 0.01, 0.04, 0.1, 0.3)],
         "beta": [(0.04, beta) for beta in (0.1, 0.2, 0.4, 1.0, None)],
     }
@@ -189,13 +189,16 @@ def ema_weight_decay(run: Run) -> Report:
         ("and lowers the final p: " + ", ".join(f"{v:.3f}" for v in final), _rising([-f for f in final])),
         (f"a large eta drags the mode to zero: p = {final[-1]:.1e} at eta = {sweeps['eta'][-1][0]}", final[-1] < 1e-2),
     ]
-    least, _, half = zip(*summary["beta"], strict=True)
+    least, _, halves = zip(*summary["beta"], strict=True)
     claims += [
         (
             "a smaller beta raises the least eigenvalue of K: " + ", ".join(f"{v:.3f}" for v in least),
             _rising([-v for v in least]),
         ),
-        ("and trains more slowly, steps to half: " + ", ".join(f"{v:.0f}" for v in half), _rising([-v for v in half])),
+        (
+            "and trains more slowly, steps to half: " + ", ".join(f"{v:.0f}" for v in halves),
+            _rising([-v for v in halves]),
+        ),
     ]
 
     def draw(figure: Any) -> None:

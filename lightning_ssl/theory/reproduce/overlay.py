@@ -17,7 +17,7 @@ from lightning_ssl.theory.reproduce.report import Report, Run, Table
 SPECTRA = "predictor_spectra.npz"
 
 
-class _Plain(yaml.SafeLoader):
+class _Plain(yaml.SafeLoader):  # type: ignore[misc]
     """Reads plain values and takes whatever is a Python object for None."""
 
 

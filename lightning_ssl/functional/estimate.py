@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional._sketch import REPLICAS
+from lightning_ssl.functional.sketch import REPLICAS
 
 
 class CovarianceOperatorNorms(NamedTuple):

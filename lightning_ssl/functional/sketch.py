@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_ssl.functional._connection import Tape, fan, layer_input, layer_output
+from lightning_ssl.functional.connection import Tape, fan, layer_input, layer_output
 
 PRINCIPAL = 48, 128  # principal filters and vectors of a layer, at least and at most
 LEAST = 24  # if each sample has one position

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssl.data._synthetic import EpochDraws, SyntheticDataModule
+from lightning_ssl.data.synthetic.base import EpochDraws, SyntheticDataModule
 
 __all__ = ["HLTM", "HLTMDataModule"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import lightning.pytorch as L
 import torch
 from torch import Tensor
 
 from lightning_ssl.data.batch import ProbeBatch, ViewBatch
 from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler, as_rows
+from lightning_ssl.data.module import ShardedDataModule
 
 PROBE_TRAIN, PROBE_TEST = -1, -2
 
@@ -21,7 +21,7 @@ class EpochDraws(NamedTuple):
     label: Tensor
 
 
-class SyntheticDataModule(L.LightningDataModule):
+class SyntheticDataModule(ShardedDataModule):
     """Fresh draws each epoch: a function of (seed, epoch, index), whatever the number of ranks and workers.
 
     A subclass defines ``draw(n, num_views, generator)``, which makes a whole epoch at once, and sets ``num_classes``
@@ -37,6 +37,7 @@ class SyntheticDataModule(L.LightningDataModule):
 
     num_classes: int
     num_features: int
+    clean_image = False  # a draw has none
 
     def __init__(
         self, draws: int = 64_000, batch_size: int = 128, num_views: int = 2, probe_draws: int = 4096, seed: int = 0
@@ -65,7 +66,7 @@ class SyntheticDataModule(L.LightningDataModule):
         return self.draw(self.draws if epoch >= 0 else self.probe_draws, num_views or self.num_views, generator)
 
     def train_dataloader(self) -> ShardLoader:
-        return self._loader(_Views(self), even=True)
+        return self.resumed(self._loader(_Views(self), even=True))
 
     def val_dataloader(self) -> ShardLoader:
         return self._loader(_Views(self, PROBE_TEST), even=True)
@@ -75,12 +76,7 @@ class SyntheticDataModule(L.LightningDataModule):
         return self._loader(_Probe(self, PROBE_TRAIN)), self._loader(_Probe(self, PROBE_TEST))
 
     def _loader(self, dataset: EpochDataset, even: bool = False) -> ShardLoader:
-        rank, world_size = 0, 1
-        if self.trainer is not None and (kwargs := self.trainer.distributed_sampler_kwargs) is not None:
-            rank, world_size = kwargs["rank"], kwargs["num_replicas"]
-        elif torch.distributed.is_available() and torch.distributed.is_initialized():
-            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        sampler = ShardSampler(dataset, rank, world_size, even=even)
+        sampler = ShardSampler(dataset, *self.shard(), even=even)
         # Every draw is new already, so the order needs no shuffling; but it must know the epoch.
         sampler.reshuffle = True
         batch_size = max(1, min(self.batch_size, len(sampler)))

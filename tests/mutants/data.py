@@ -1,0 +1,108 @@
+"""Which samples and views come, on which rank, and after a resume."""
+
+from tests.mutants import Mutant
+
+MUTANTS = [
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        "order[self.rank :: self.num_replicas][: self.num_samples]",
+        "order[self.rank * self.num_samples :][: self.num_samples]",
+        "tests/data/test_image.py -k 'number_of_ranks or no_samples or epochs_differ'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        "size // world_size if even else",
+        "-(-size // world_size) if even else",
+        "tests/data/test_image.py -k 'number_of_ranks or no_samples or epochs_differ'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        "self.epoch = epoch if self.reshuffle else 0",
+        "self.epoch = epoch",
+        "tests/data/test_image.py -k 'number_of_ranks or no_samples or epochs_differ'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        "permutation(size, self.seed, self.epoch) if self.shuffle",
+        "permutation(size, self.seed) if self.shuffle",
+        "tests/data/test_image.py tests/data/test_rng.py -k 'number_of_ranks or order or epochs'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        'if self._resume is not None and self._resume["epoch"] == epoch:',
+        "if self._resume is not None:",
+        "tests/data/test_image.py -k 'resumed_run and 10 or saved_when'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        "self.sampler.start = skip * (self.batch_size or 1)",
+        "self.sampler.start = skip",
+        "tests/data/test_image.py -k 'resumed_run and 8-0'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        'self._position = {"epoch": epoch, "batch": skip}',
+        'self._position = {"epoch": epoch, "batch": 0}',
+        "tests/data/test_image.py -k 'resumed'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        'max(0, self._position["batch"] - self.untrained())',
+        'self._position["batch"]',
+        "tests/data/test_image.py -k 'failed_is'",
+    ),
+    Mutant(
+        "lightning_ssl/data/module.py",
+        "loader.load_state_dict(self._resume)",
+        "pass",
+        "tests/data/test_image.py -k 'resumed_run and Scheduled-8-0'",
+    ),
+    Mutant(
+        "lightning_ssl/data/module.py",
+        'self._resume = state_dict.get("train")',
+        "self._resume = None",
+        "tests/data/test_image.py -k 'resumed_run and Scheduled-8-0'",
+    ),
+    Mutant(
+        "lightning_ssl/data/module.py",
+        'return kwargs["rank"], kwargs["num_replicas"]',
+        'return 0, kwargs["num_replicas"]',
+        "tests/data/test_image.py -k ranks_share",
+    ),
+    Mutant(
+        "lightning_ssl/data/pipeline.py",
+        "self.seed, split, epoch, view)",
+        "self.seed, split, 0, view)",
+        "tests/data/test_image.py tests/data/test_any_dataset.py -k 'epochs or augment_makes'",
+    ),
+    Mutant(
+        "lightning_ssl/data/pipeline.py",
+        "found = (row + step) % len(self.split)",
+        "found = row",
+        "tests/data/test_sources.py",
+    ),
+    Mutant(
+        "lightning_ssl/data/augment.py",
+        "uniforms(index.cpu(), NUM_UNIFORMS, self.seed, 0, epoch, view)",
+        "uniforms(index.cpu(), NUM_UNIFORMS, self.seed, 0, 0, view)",
+        "tests/data/test_any_dataset.py",
+    ),
+    Mutant(
+        "lightning_ssl/data/augment.py",
+        "recipes[view % len(recipes)] for view",
+        "recipes[0] for view",
+        "tests/data/test_image.py -k recipes",
+    ),
+    Mutant(
+        "lightning_ssl/data/sources.py",
+        "gray = np.asarray(image).astype(np.float64) / 257",
+        "gray = np.asarray(image).astype(np.float64)",
+        "tests/data/test_sources.py",
+    ),
+    Mutant(
+        "lightning_ssl/data/rng.py",
+        "state = _mix(state + _signed(part * 2 + 1) + _signed(_GOLDEN))",
+        "state = state + _mix(state * 0 + _signed(part * 2 + 1) + _signed(_GOLDEN))",
+        "tests/data/test_rng.py",
+    ),
+]

@@ -1,0 +1,66 @@
+"""What the metrics accumulate."""
+
+from tests.mutants import Mutant
+
+MUTANTS = [
+    Mutant(
+        "lightning_ssl/metrics/geometry.py",
+        "self.count = self.count + len(x)\n\n    def compute(self) -> Tensor:\n        self._check_updated(self.count)\n        return self.total / self.count",
+        "self.count = self.count + 1\n\n    def compute(self) -> Tensor:\n        self._check_updated(self.count)\n        return self.total / self.count",
+        "tests/metrics/test_metrics.py -k 'agree and alignment'",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/geometry.py",
+        "return uniformity(rows, self.t)",
+        "return uniformity(rows)",
+        "tests/metrics/test_metrics.py -k uniformity",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/geometry.py",
+        "floor = eigenvalues[-1] * len(eigenvalues) * torch.finfo(torch.float64).eps",
+        "floor = eigenvalues[-1] * -1",
+        "tests/metrics/test_metrics.py",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/geometry.py",
+        "torch.where(eigenvalues > floor, eigenvalues, 0).sqrt()",
+        "torch.where(eigenvalues > floor, eigenvalues, 0)",
+        "tests/metrics/test_metrics.py -k effective_rank",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/knn.py",
+        "first[1:] = ordered[1:] != ordered[:-1]",
+        "pass",
+        "tests/metrics/test_metrics.py -k knn",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/knn.py",
+        "hits = ranked[:, :5]",
+        "hits = ranked[:, :2]",
+        "tests/metrics/test_metrics.py -k knn",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/knn.py",
+        "self.num_classes, self.k, self.temperature)",
+        "self.num_classes, self.k)",
+        "tests/metrics/test_metrics.py -k knn",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/moments.py",
+        "self.count if self.unbiased else None",
+        "None",
+        "tests/metrics/test_metrics.py -k 'correlation'",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/moments.py",
+        "generalization_bound(l_cor, len(correlation), self.num_classes)",
+        "generalization_bound(l_cor, self.num_classes, self.num_classes)",
+        "tests/metrics/test_metrics.py -k 'correlation'",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/moments.py",
+        "x = x.detach().double()\n        self.total",
+        "x = x.detach().float()\n        self.total",
+        "tests/metrics/test_metrics.py",
+    ),
+]
