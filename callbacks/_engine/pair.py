@@ -107,7 +107,7 @@ def settle(found: Sequence[Evidence], declared: Declared) -> Reading | None:
     if TARGET in found[0].scores:
         if _score(found, TARGET) < SURE:
             raise ValueError(
-                "what entered the target network is no closer to what entered the online one, sample by sample, than to "
+                "what entered the target network is no closer to what entered the online one, row by row, than to "
                 'other samples: the step may shuffle its rows; pass `pairing="calls"` if it does not, or a function '
                 "that takes the views from the list of calls"
             )
