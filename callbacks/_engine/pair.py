@@ -75,15 +75,15 @@ def gather_evidence(
     sizes = sorted(leading_sizes(batch))
     if online is not None and online < len(rows) and declared.pairing is None:
         first, *others = entered
-        scores = [_closer(first, x) for x in others if first is not None and x is not None and x.shape == first.shape]
-        return Evidence(rows, sizes, None, {TARGET: scores or [(0.0, 0)]})
+        closer = [_closer(first, x) for x in others if first is not None and x is not None and x.shape == first.shape]
+        return Evidence(rows, sizes, None, {TARGET: closer or [(0.0, 0)]})
     largest = rows.index(max(rows)) if rows else 0
     x = entered[largest] if len(entered) == len(rows) > 0 else None
     if x is None or declared.pairing is not None or x.ndim == 0 or len(x) != rows[largest]:
         return Evidence(rows, sizes, None, {})
     possible = sorted({parts for parts in _numbers(rows, sizes, declared.views) if parts > 1})
     certain = _equal_to_batch(x, batch) if possible else None
-    scores = {}
+    scores: dict[tuple[str, int], list[tuple[float, int]]] = {}
     if certain is None or certain[1] not in possible:
         certain = None
         for parts in possible:
