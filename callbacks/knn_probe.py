@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -64,7 +65,7 @@ class KNNProbe(Probe):
     def __init__(
         self,
         encoder: str = "backbone",
-        data: L.LightningDataModule | tuple[DataLoader, DataLoader] | None = None,
+        data: L.LightningDataModule | tuple[DataLoader[Any], DataLoader[Any]] | None = None,
         k: int = 200,
         temperature: float = 0.1,
         num_classes: int | None = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as L
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -59,7 +61,7 @@ class LinearProbe(Probe):
     def __init__(
         self,
         encoder: str = "backbone",
-        data: L.LightningDataModule | tuple[DataLoader, DataLoader] | None = None,
+        data: L.LightningDataModule | tuple[DataLoader[Any], DataLoader[Any]] | None = None,
         l2: float = 1e-4,
         num_classes: int | None = None,
         every_n_epochs: int | None = 1,

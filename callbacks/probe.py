@@ -182,7 +182,9 @@ class Probe(Diagnostic):
             num_classes = self._num_classes(trainer, train, test)
             try:
                 values = self.evaluate(train, test, num_classes, trainer)
-            except (ValueError, torch.linalg.LinAlgError) as error:  # rows are the same on all ranks: so is this
+            except torch.distributed.DistError:
+                raise
+            except (ValueError, RuntimeError) as error:  # rows are the same on all ranks: so is this
                 self._failed(trainer, error)
                 return {}
             return as_floats({self.key(stage, quantity): value for quantity, value in values.items()})
@@ -238,7 +240,8 @@ class Probe(Diagnostic):
         for batch, positions in shard(trainer, loader):
             moved = transferred(batch, pl_module, holder, precision.convert_input)
             inputs, label = inputs_and_label(moved, split)
-            layouts, left = Layouts(), []
+            layouts = Layouts()
+            left: list[tuple[Any, str | None]] = []
             handles = layouts.follow(encoder) if self._layout is None else []
             handles.append(exit_at.register_forward_hook(partial(_keep, left, layouts)))
             try:
@@ -249,7 +252,8 @@ class Probe(Diagnostic):
                     handle.remove()
             if not left:
                 raise ValueError(f"`features={self.features!r}` was not called when {self.encoder!r} ran")
-            rows = self._rows(*left[-1], len(label), pl_module).float()
+            output, seen = left[-1]
+            rows = self._rows(output, seen, len(label), pl_module).float()
             if len(rows) != len(label):
                 raise ValueError(f"{len(rows)} rows of features for {len(label)} labels; pass `layout=`")
             yield rows, label.to(rows.device), positions.to(rows.device)
@@ -281,7 +285,7 @@ class Probe(Diagnostic):
         return known
 
     def _loaders(self, trainer: L.Trainer) -> ProbeLoaders:
-        data = self.data if self.data is not None else getattr(trainer, "datamodule", None)
+        data: Any = self.data if self.data is not None else getattr(trainer, "datamodule", None)
         if is_a(data, "LightningDataModule"):
             if not hasattr(data, "probe_dataloaders"):
                 raise MisconfigurationException(
@@ -358,7 +362,7 @@ def _limited(loader: Any, limit: int | None) -> Iterator[Any]:
         yield batch
 
 
-def _positions(loader: DataLoader) -> list[int]:
+def _positions(loader: DataLoader[Any]) -> list[int]:
     """The dataset positions a loader draws from, each once; an order or a shard of its own does not matter."""
     if isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
         return list(range(len(loader.dataset)))  # type: ignore[arg-type]
@@ -367,7 +371,9 @@ def _positions(loader: DataLoader) -> list[int]:
         return sorted({int(i) for i in loader.sampler})
 
 
-def _reload(loader: DataLoader, positions: list[int], batch_size: int, num_workers: int | None = None) -> DataLoader:
+def _reload(
+    loader: DataLoader[Any], positions: list[int], batch_size: int, num_workers: int | None = None
+) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
         batch_size=batch_size,

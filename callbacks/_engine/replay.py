@@ -375,7 +375,8 @@ def stacked(groups: Sequence[Mapping[str, Sequence[Any]]], calls: Sequence[int],
         found[name] = []
         for number in range(min(len(group.get(name, ())) for group in groups)):
             moments = [Moments(*group[name][number]) for group in groups]
-            mean, variance = (torch.stack([m[i] for m in moments]) for i in (0, 1))
+            mean = torch.stack([m.mean for m in moments])
+            variance = torch.stack([m.variance for m in moments])
             if name in synced:
                 rows = torch.tensor([float(m.rows) for m in moments]).to(mean)
                 order = torch.tensor(calls)
