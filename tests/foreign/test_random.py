@@ -75,6 +75,10 @@ class Draw:
         self.noise = dice.choice([0.05, 0.3, 1.0, 5.0])
         self.neighbours = dice.random() < 0.2
         self.clean = dice.choice([None, None, None, "no_grad", "grad"])
+        if self.clean == "grad" and self.views == 1:
+            self.clean = (
+                "no_grad"  # two calls, one of them with a gradient: that is also what a stopped branch looks like
+            )
         self.head = dice.choice(["linear", "mlp", "none"])
         self.telling = dice.choice(["nothing", "nothing", "layout", "pairing", "everything"])
 
@@ -166,7 +170,9 @@ class Draw:
         if self.telling in ("layout", "everything"):
             declared["layout"] = self.layout
         if self.telling in ("pairing", "everything"):
-            declared |= {"views": self.views, "pairing": self.order}
+            declared |= {"views": self.views}
+            if self.views > 1:
+                declared["pairing"] = self.order
         order = {
             "calls": lambda rows: rows,
             "blocked": lambda rows: truth.blocked(rows[0], self.views),

@@ -166,9 +166,9 @@ def spread(rows: Tensor) -> tuple[float, float, float]:
 
 
 def explained_variance(rows: Tensor) -> float:
-    unit = F.normalize(rows.double(), dim=1)
-    variances = torch.linalg.svdvals(unit - unit.mean(dim=0)).square()
-    return float(variances[:2].sum() / variances.sum())
+    """The share of the plane of a picture about the origin."""
+    squares = torch.linalg.svdvals(F.normalize(rows.double(), dim=1)).square()
+    return float(squares[:2].sum() / squares.sum())
 
 
 def feature_values(views: Sequence[Tensor], stage: str = "train") -> dict[str, float]:

@@ -516,7 +516,6 @@ def _cases(package: str) -> list[Case]:
             operator=_operator(
                 declared={"target": "backbone_momentum"},
                 again=lambda twin, batch: [twin(x) for x in batch[0]],
-                value=False,
             ),
             probed=probed,
             **common,

@@ -642,7 +642,7 @@ CASES = [
         "backbone",
         "NCL",
         declared={"layout": "NCL"},
-        operator=small_operator(("backbone.0", "backbone.2", "projector"), value=False),
+        operator=small_operator(("backbone.0", "backbone.2", "projector")),
         ranks=True,
     ),
     Case(
@@ -652,7 +652,7 @@ CASES = [
         "NCL",
         declared={"layout": "NCL"},
         bare="either",
-        operator=small_operator(("backbone.0", "projector"), value=False),
+        operator=small_operator(),
         ranks=True,
     ),
     Case(
