@@ -269,3 +269,144 @@ def test_wide_features_cost_no_more_than_their_rows():
     norm = (n * (gram / n).square().sum() - 65_536**2) / (n - 1)
     assert logged["train/l_cor"] == pytest.approx(float(norm - 2 * 65_536 + 65_536), rel=1e-4)
     assert "circle/explained_variance" in logged and "collapse/verdict" in logged
+
+
+class Blocked(strangers.MeanLoss):
+    """Both views in one call, of samples that are nothing like each other's views."""
+
+    def step(self, batch):
+        x = torch.randn(2 * len(batch[1]), 3, 8, 8)
+        z = self.projector(self.backbone(x))
+        return -torch.nn.functional.cosine_similarity(self.predictor(z), z.roll(1, 0).detach()).mean()
+
+
+def test_in_doubt_there_is_a_warning_and_no_number_but_for_what_needs_no_pairs():
+    history = History()
+    with pytest.warns(UserWarning, match=r"UniformityAlignment.*pairing="):
+        run = trainer([UniformityAlignment(every_n_steps=1), EffectiveRank(every_n_steps=1)], logger=history)
+        run.fit(Blocked(), strangers.loader(strangers.Pairs(32)))
+    keys = {key for _, row in history.rows for key in row}
+    assert "train/effective_rank" in keys
+    assert not {"train/uniformity", "train/alignment"} & keys
+
+
+def test_a_clean_validation_has_no_pairs_whatever_training_has():
+    class Clean(strangers.MeanLoss):
+        def validation_step(self, batch, batch_idx):
+            self.projector(self.backbone(batch[0]))
+
+    history = History()
+    run = trainer([UniformityAlignment(views=2, every_n_steps=1)], logger=history)
+    run.fit(Clean(), strangers.loader(strangers.Pairs(32)), strangers.loader(strangers.Labelled(32)))
+    keys = {key for _, row in history.rows for key in row}
+    assert {"train/alignment", "val/uniformity"} <= keys and "val/alignment" not in keys
+
+
+def test_another_network_is_not_logged():
+    """A module that does not do the same twice: nothing says so but the comparison with the step."""
+
+    class Drifting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.calls = torch.nn.Linear(16, 8), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.linear(x) * self.calls
+
+    class Module(strangers.MeanLoss):
+        def __init__(self):
+            super().__init__()
+            self.projector = Drifting()
+
+    history = History()
+    with pytest.warns(UserWarning, match="give other outputs than in the step"):
+        run = trainer([CovarianceOperatorNorm(every_n_steps=1)], logger=history)
+        run.fit(Module(), strangers.loader(strangers.Pairs(32)))
+    assert not any(key.startswith("cov_op") for _, row in history.rows for key in row)
+
+
+def test_somebodys_own_hooks_move_no_buffer_of_theirs():
+    class Hooked(strangers.MeanLoss):
+        """Its backbone's hook feeds a part that nobody named."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+            self.backbone.register_forward_hook(self.count)
+
+        def count(self, *_):
+            self.seen.add_(1)
+
+    data = tuple(strangers.loader(strangers.Labelled(n)) for n in (16, 8))
+    counts = []
+    for callbacks in ([], [CovarianceOperatorNorm(every_n_steps=1), KNNProbe("backbone", data, k=3)]):
+        module = Hooked()
+        trainer(callbacks).fit(module, strangers.loader(strangers.Pairs(32)))
+        counts.append(float(module.seen))
+    assert counts[0] == counts[1] == 4
+
+
+class Scaling(strangers.L.LightningDataModule):
+    """Normalises on the device, and augments in training only, as many DataModules do."""
+
+    num_classes = 4
+
+    def train_dataloader(self):
+        return strangers.loader(strangers.Pairs(32))
+
+    def probe_dataloaders(self):
+        return tuple(strangers.loader(strangers.Labelled(n, seed=n)) for n in (48, 24))
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        if not isinstance(batch[0], torch.Tensor):
+            return batch
+        image = batch[0] - batch[0].mean(dim=(2, 3), keepdim=True)
+        return [torch.randn_like(image) if self.trainer.training else image, *batch[1:]]
+
+
+def test_probes_see_what_the_transfer_hooks_make():
+    seen = []
+
+    class Looking(Probe):
+        def evaluate(self, train, test, num_classes, trainer):
+            seen.append(train.rows)
+            return {}
+
+    torch.manual_seed(0)
+    module, data = strangers.MeanLoss(), Scaling()
+    with torch.no_grad():
+        image = data.probe_dataloaders()[0].dataset.pairs.images
+        expected = module.backbone(image - image.mean(dim=(2, 3), keepdim=True))
+    trainer([Looking("backbone", every_n_epochs=9)], max_steps=1).fit(module, datamodule=data)
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_without_weights_is_no_encoder():
+    data = tuple(strangers.loader(strangers.Labelled(n)) for n in (16, 8))
+    with pytest.raises(ours.probe.MisconfigurationException, match=r"`features='backbone\.0\.5'`"):
+        trainer([KNNProbe("backbone.0.5", data)]).fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(16)))
+    history = History()
+    run = trainer([KNNProbe("backbone", data, k=3, features="backbone.0.5")], logger=history)
+    run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(16)))
+    assert history.series("val/knn_top1")
+
+
+def test_a_long_run_keeps_a_thinned_history(monkeypatch):
+    monkeypatch.setattr("lightning_ssl.callbacks.eigenspace_alignment.MAX_HISTORY", 4)
+    callback = EigenspaceAlignment(every_n_steps=1, picture_every=0)
+    trainer([callback], max_epochs=3).fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(64)))
+    assert len(callback._steps) <= 4 and callback._steps[0] == 0
+
+
+def test_actions_follow_steps_and_not_micro_batches():
+    class Counting(ours.SymmetricPredictor):
+        acts = 0
+
+        def act(self, trainer, predictor):
+            self.acts += 1
+
+    callback = Counting()
+    run = trainer([callback], accumulate_grad_batches=2)
+    run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(64)))
+    assert callback.acts == run.global_step == 2
