@@ -320,7 +320,7 @@ def bound(run: Run) -> Report:
     claims: list[Claim] = []
     for name, rows in final.items():
         b, accuracy, theirs = zip(*rows, strict=True)
-        rank, p_rank = rank_test(b, accuracy, -1)
+        rank, p_rank = rank_test(b, accuracy)
         order, p_order = rank_test(accuracy, theirs)
         claims += [
             Claim(
