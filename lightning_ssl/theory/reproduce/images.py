@@ -279,6 +279,7 @@ def bound(run: Run) -> Report:
         # The paper's projector is linear too; in so short a training on so few images that one collapses.
         "SimSiam": lambda d: SimSiam(
             SmallConv(width=16, depth=4),
+            projector_layers=2,
             projector_hidden=128,
             dim=d,
             predictor="linear",
