@@ -148,7 +148,9 @@ def byol_ablations(run: Run) -> Report:
 
             def compute(name: str = name, method: Any = method, options: Any = options, seed: int = seed) -> Any:
                 L.seed_everything(seed, verbose=False)
-                model = method(backbone=SmallConv(width=16), **options)
+                # The settings were found with affine batch norms in the heads.
+                affine = {"norm_affine": True} if method is BYOL else {}
+                model = method(backbone=SmallConv(width=16), **options, **affine)
                 if name != "untrained":
                     _train(model, epochs, seed)
                 return _measure(model, seed)
@@ -270,6 +272,7 @@ def bound(run: Run) -> Report:
         "Barlow Twins": lambda d: BarlowTwins(
             SmallConv(width=16),
             projector_hidden=128,
+            projector_bias=True,
             dim=d,
             lambd=0.02,
             optimizer=_adam,
