@@ -1,5 +1,5 @@
-"""The papers' theory, runnable: linear dynamics, latent trees, mixtures, the ring, EMA and BatchNorm."""
+"""The papers' theory, runnable: linear dynamics, latent trees, mixtures, the ring, EMA, BatchNorm, bounds."""
 
-from lightning_ssl.theory import batchnorm, ema, hltm, linear, mixture, ring
+from lightning_ssl.theory import batchnorm, contrastive, ema, generalization, hltm, linear, mixture, ring
 
-__all__ = ["batchnorm", "ema", "hltm", "linear", "mixture", "ring"]
+__all__ = ["batchnorm", "contrastive", "ema", "generalization", "hltm", "linear", "mixture", "ring"]

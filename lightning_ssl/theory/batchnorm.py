@@ -59,7 +59,8 @@ def predictor_update(K_base: Tensor, w: Tensor, predictor: Tensor, stop_gradient
     ``K_base`` are the connections up to the predictor's input, ``predictor`` is W_pred.
 
     With the stop-gradient an (amplifying) term E[K W^T (I - W) K^T] appears next to the symmetric part; without it the
-    term is -V[K (I - W)^T], which only shrinks.
+    term is -V[K (I - W)^T], which only shrinks. The symmetric part is then the sum of both branches' own, with the
+    predictor and without: the paper's "2 sym" is right only for W_pred = I.
     """
     eye = torch.eye(len(predictor), dtype=predictor.dtype)
     ops = operators(K_base @ predictor.T, K_base)

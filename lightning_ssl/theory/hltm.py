@@ -20,6 +20,7 @@ __all__ = [
     "lucky_nodes",
     "normalized_correlation",
     "selectivity",
+    "selectivity_bound",
     "train",
 ]
 
@@ -453,6 +454,31 @@ def lucky_nodes(mean: Tensor, a: Tensor, c: float, failure: float) -> float:
         mills(kappa1) * mills(kappa2 + gamma * excess(kappa1)), mills(kappa2) * mills(kappa1 + gamma * excess(kappa2))
     )
     return 2 * math.pi * math.exp(c / 2) / (math.sqrt(1 - gamma**2) * ratio) * math.log(1 / failure)
+
+
+def selectivity_bound(
+    child_selectivity: Tensor, polarity: Tensor, mean: Tensor, c: float, sigma_w: float, within: float = 0.0
+) -> Tensor:
+    r"""How selective a lucky unit is at least (DDN-v2 Theorem 5, Eq. 130).
+
+    .. math:: |s_j| \ge \frac{3 \sigma_w^2}{4 \bar v_j} \Big[\frac1n \sum_k s_k^2
+        \big(\tfrac{c + 6}{6} \rho_k^2 - 1\big) - \sigma_l^2\Big]
+
+    for a unit without bias whose pre-activation's mean is at least :math:`\sqrt{c / n} \sigma_w |u^+|` for z = 1 and
+    below 0 for z = 0, where :math:`u^+` are the children's mean activations for z = 1; weights drawn from
+    :math:`\pm \sigma_w \sqrt{3 / n}`, and the children with :math:`\rho_k s_k \ge 0` holding at least half of
+    :math:`\sum_k \rho_k^2 s_k^2`.
+
+    Args:
+        child_selectivity: s_k of the n children, ``[n]``.
+        polarity: rho_k between the node's latent and each child's, ``[n]``.
+        mean: :math:`\bar v_j`, the unit's mean activation over both values of the latent, any shape.
+        c: How lucky the unit is, see :func:`lucky_nodes`.
+        sigma_w: Scale of the initialisation; PyTorch's default is 1 / sqrt(3).
+        within: :math:`\sigma_l^2`, the largest variance of a child's activation given its own latent; 0 for leaves.
+    """
+    gain = (child_selectivity.square() * ((c + 6) / 6 * polarity.square() - 1)).mean() - within
+    return 3 * sigma_w**2 / (4 * mean) * gain
 
 
 def _internal_position(network: HLTMNetwork, name: str) -> tuple[int, int]:

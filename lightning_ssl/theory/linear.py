@@ -27,7 +27,9 @@ __all__ = [
     "fixed_points",
     "integrate",
     "multiplicative_scrambling",
+    "predictor_fixed_point",
     "separatrix",
+    "stationary_encoders",
     "top_modes",
 ]
 
@@ -400,6 +402,56 @@ def separatrix(
     return curve[torch.linspace(0, len(curve) - 1, min(points, len(curve))).round().long()]
 
 
+def predictor_fixed_point(
+    F: Tensor, tau: float = 1.0, sigma2: float = 0.0, alpha_p: float = 1.0, eta: float = 0.0
+) -> Tensor:
+    r"""Where the predictor comes to rest for a fixed F (SM Eqs. 57-59).
+
+    .. math:: W_p = \tau F \big((1 + \sigma^2) F + \tfrac{\eta}{\alpha_p} I\big)^{-1}
+
+    Symmetric, and a function of F: with weight decay a predictor that is not symmetric becomes so. Without it, where F
+    vanishes W_p may be anything; this is the solution that vanishes too.
+
+    Args:
+        F: Second moment of the predictor's inputs, symmetric positive semi-definite.
+        tau: The target's ratio.
+        sigma2: Variance of the augmentation.
+        alpha_p: Relative rate of the predictor.
+        eta: Weight decay.
+    """
+    _check_rates(alpha_p=alpha_p, eta=eta)
+    values, vectors = torch.linalg.eigh(F.double())
+    values = values.clamp_min(0)
+    divisor = (1 + sigma2) * values + eta / alpha_p
+    scale = torch.where(divisor > 0, tau * values / torch.where(divisor > 0, divisor, 1), 0)
+    return (vectors * scale) @ vectors.mT
+
+
+def stationary_encoders(predictor: Tensor, A: Tensor, B: Tensor, tol: float = 1e-9) -> Tensor:
+    r"""Encoders theta at which linear BYOL rests for a given invertible predictor W: a basis, ``[k, m, n]``.
+
+    With target and online network equal, both gradients vanish where :math:`W \theta = \theta B A^{-1}`,
+    :math:`A = E[x_1 x_1^T]`, :math:`B = E[x_2 x_1^T]` (RAFT App. H, Eqs. 65-68): a Sylvester equation. It has solutions
+    other than 0, the collapse, exactly where W and B A^{-1} share eigenvalues, one for each shared pair; a W drawn at
+    random shares none, so that a non-trivial solution needs the predictor to learn, too. W = I shares the eigenvalue
+    1 along directions that no augmentation touches.
+
+    Args:
+        predictor: W, ``[m, m]``.
+        A: Second moment of a view, ``[n, n]``, invertible.
+        B: Cross moment of two views, ``[n, n]``.
+        tol: Singular values below this, relative to the largest, count as 0.
+    """
+    target = (B.double() @ torch.linalg.inv(A.double())).mT.contiguous()
+    m, n = len(predictor), len(A)
+    system = torch.kron(torch.eye(n, dtype=torch.float64), predictor.double().contiguous()) - torch.kron(
+        target, torch.eye(m, dtype=torch.float64)
+    )
+    _, singular, rows = torch.linalg.svd(system)
+    null = rows[singular <= tol * max(float(singular[0]), 1.0)]
+    return null.view(-1, n, m).mT  # vec stacks columns
+
+
 def multiplicative_scrambling(covariance: Tensor, U: Tensor) -> tuple[Tensor, Tensor]:
     """(Sigma_d, Sigma_s) when an augmentation multiplies the span of U's orthonormal columns by a Gaussian matrix.
 
@@ -419,13 +471,14 @@ def additive_scrambling(covariance: Tensor, noise: Tensor) -> tuple[Tensor, Tens
     return covariance.double(), (covariance + noise).double()
 
 
-def top_modes(sigma_d: Tensor, sigma_s: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_modes(sigma_d: Tensor, sigma_s: Tensor, k: int, choose: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
     """The k largest eigenvalues of Sigma_d Sigma_s^{-1} and their left eigenvectors as rows, ``[k]`` and ``[k, n1]``.
 
     W with these rows (or S W with any invertible S), W_a = W and W_p = diag(eigenvalues) (or S diag S^{-1}) is the
-    stable family of fixed points without weight decay (D.1): W_p W = W Sigma_d Sigma_s^{-1}.
+    stable family of fixed points without weight decay (D.1): W_p W = W Sigma_d Sigma_s^{-1}. With `choose`, k modes of
+    these ranks (0 is the largest) instead: fixed points too, but unstable where a larger mode is left out.
     """
-    if not 1 <= k <= len(sigma_s):
+    if not 1 <= k <= len(sigma_s) or (choose is not None and len(choose) != k):
         raise ValueError(f"k={k} must lie between 1 and the number of inputs, {len(sigma_s)}.")
     # v^T Sd = lambda v^T Ss: symmetric in the whitened coordinates u = L^T v.
     L = torch.linalg.cholesky(sigma_s.double())
@@ -434,7 +487,8 @@ def top_modes(sigma_d: Tensor, sigma_s: Tensor, k: int) -> tuple[Tensor, Tensor]
     )
     values, u = torch.linalg.eigh((inner + inner.mT) / 2)
     rows = torch.linalg.solve_triangular(L.mT, u, upper=True).mT
-    order = values.argsort(descending=True)[:k]
+    order = values.argsort(descending=True)
+    order = order[:k] if choose is None else order[list(choose)]
     return values[order], torch.nn.functional.normalize(rows[order], dim=1)
 
 

@@ -67,6 +67,14 @@ RUNS = {
     "symmetric, no EMA, alpha_p 1": (BYOL, {**NO_EMA, "optimizer": slow_adam, "predictor_lr_scale": 1.0}),
     "symmetric, no EMA, alpha_p 20": (BYOL, {**NO_EMA, "optimizer": slow_adam, "predictor_lr_scale": 20.0}),
 }
+# The settings were found with affine batch norms in the heads and two layers in SimSiam's projector.
+for name, (method, options) in RUNS.items():
+    if method in (SimCLR, BYOL, DirectPred):
+        RUNS[name] = method, {**options, "norm_affine": True}
+    elif method is SimSiam:
+        RUNS[name] = method, {**options, "projector_layers": 2}
+    elif method is BarlowTwins:
+        RUNS[name] = method, {**options, "projector_bias": True}
 EPOCHS = dict.fromkeys(RUNS, 30) | {"RAFT, linear": 45, "BYOL', linear": 45, "BYOL, linear": 60}  # of 22 steps
 
 

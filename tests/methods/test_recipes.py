@@ -336,3 +336,12 @@ def test_tables_take_what_produced_them() -> None:
     assert layers_of(byol.predictor) == [("BN", "none"), linear(128, 128, True)]
     assert byol.reset_init == "xavier" and data["augmentation"] == {"blur": 1.0}
     assert layers_of(build("stl10/byol.yaml")[0].projector)[1] == ("BN", "none")
+
+
+def test_no_row_is_trained_twice() -> None:
+    """RAFT's tangential rows would be the linear ones again: they have neither a config nor a run of their own."""
+    sweep = yaml.safe_load(shipped("sweeps/raft_table1.yaml").read_text())["parameters"]["config"]["values"]
+    assert len(sweep) == len(set(sweep)) == 9 and not any("tangential" in entry for entry in sweep)
+    for path in shipped("ablations").glob("*.yaml"):
+        options = yaml.safe_load(path.read_text()).get("model", {}).get("init_args", {})
+        assert not options.get("tangential"), path.name

@@ -84,6 +84,22 @@ def test_corollary_2_predictor(population, stop_gradient: bool) -> None:  # type
     torch.testing.assert_close(closed, vec(exact))
 
 
+def test_corollary_2_without_stop_gradient_sums_both_branches(population) -> None:  # type: ignore[no-untyped-def]
+    """The printed "2 sym" counts the online branch twice; it is right for W_pred = I alone."""
+    x, base, W = population
+    k, eye = K(x, base), torch.eye(OUTPUTS, dtype=D)
+    for predictor in (eye, eye + 0.1 * randn(OUTPUTS, OUTPUTS, seed=7)):
+        exact = vec(autograd_update(x, predictor @ base, W, x, base, W, centred=True, stop_gradient=False))
+        gap = k.mean(1) - k.mean((0, 1))
+        gap = gap @ (eye - predictor).T
+        shrink = torch.einsum("xpa,xqa->pq", gap, gap) / len(gap)
+        online, target = batchnorm.operators(k @ predictor.T, k).intra, batchnorm.operators(k, k).intra
+        torch.testing.assert_close(-(online + target + shrink) @ vec(W), exact)
+        printed = -(2 * online + shrink) @ vec(W)
+        off = float((printed - exact).norm() / exact.norm())
+        assert off < 1e-12 if predictor is eye else off > 0.01
+
+
 def test_small_identity_predictor_amplifies_between_samples(population) -> None:  # type: ignore[no-untyped-def]
     """W_pred = beta I gives beta (1 - beta) VE: the contrastive operator appears for 0 < beta < 1 and only there."""
     x, base, W = population

@@ -263,3 +263,29 @@ def test_refuses_bad_input() -> None:
         hltm.covariance_operator(HLTMNetwork(3, 2, 1), HLTM(3), "s010", generator())
     with pytest.raises(ValueError, match="not a path"):
         hltm.covariance_operator(HLTMNetwork(3, 2, 1), HLTM(3), "s02", generator())
+
+
+@pytest.mark.parametrize("c", [0.5, 2.0, 3.0])
+def test_lucky_units_are_as_selective_as_theorem_5_says(c: float) -> None:
+    """Eq. 130 on the lowest layer, by enumerating the leaves: children are the leaves themselves, s = 1/2."""
+    n, sigma_w = 8, 0.6
+    generator = torch.Generator().manual_seed(0)
+    configurations = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * n)
+    found = positive = 0
+    for _ in range(8):
+        polarity = 0.9 + 0.1 * torch.rand(n, generator=generator, dtype=torch.float64)
+        polarity[5:] *= -1  # leaves that are off where the latent is on; fewer than half
+        on = (1 + polarity) / 2
+        likelihood = {z: torch.where(configurations > 0, p, 1 - p).prod(1) for z, p in ((1, on), (0, 1 - on))}
+        w = (2 * torch.rand(20_000, n, generator=generator, dtype=torch.float64) - 1) * sigma_w * (3 / n) ** 0.5
+        lucky = (w @ on >= (c / n) ** 0.5 * sigma_w * on.norm()) & (w @ (1 - on) < 0)
+        w = w[lucky]
+        activation = (configurations @ w.T).relu()  # [2^n, units]
+        one, zero = likelihood[1] @ activation, likelihood[0] @ activation
+        bound = hltm.selectivity_bound(
+            torch.full((n,), 0.5, dtype=torch.float64), polarity, (one + zero) / 2, c, sigma_w
+        )
+        assert bool(((one - zero) / 2 >= bound).all())
+        found += len(w)
+        positive += int((bound > 0).sum())
+    assert found > 500 and positive > 100  # the bound says something

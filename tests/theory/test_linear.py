@@ -243,6 +243,85 @@ def test_non_isotropic_fixed_points_and_their_stability() -> None:
     assert sorted(torch.linalg.eigvals(path.W_p[-1]).real.tolist()) == pytest.approx(sorted(values.tolist()), abs=1e-3)
 
 
+def numeric_jacobian(dynamics: LinearDynamics, W: torch.Tensor, W_p: torch.Tensor, W_a: torch.Tensor) -> torch.Tensor:
+    def flat(state: torch.Tensor) -> torch.Tensor:
+        parts = state.split([W.numel(), W_p.numel(), W_a.numel()])
+        field = dynamics.field(parts[0].view_as(W), parts[1].view_as(W_p), parts[2].view_as(W_a))
+        return torch.cat([f.flatten() for f in field])
+
+    return torch.autograd.functional.jacobian(flat, torch.cat([W.flatten(), W_p.flatten(), W_a.flatten()]))
+
+
+@pytest.mark.parametrize("choose", [(0, 1), (0, 2), (1, 2), (3, 4)])
+def test_modes_that_leave_out_a_larger_one_are_unstable(choose: tuple[int, int]) -> None:
+    """DirectPred D.1: any k modes are a fixed point; only the k largest have no direction in which to leave it."""
+    sigma_d, sigma_s = linear.additive_scrambling(spd(5, 1), spd(5, 2))
+    values, rows = linear.top_modes(sigma_d, sigma_s, 2, choose)
+    W, W_p = rows, torch.diag(values)
+    dynamics = LinearDynamics(sigma_d, sigma_s - sigma_d, beta=0.5)
+    assert all(derivative.abs().max() < 1e-12 for derivative in dynamics.field(W, W_p, W))
+    eigenvalues = torch.linalg.eigvals(numeric_jacobian(dynamics, W, W_p, W)).real
+    assert (eigenvalues.max() > 1e-4) == (choose != (0, 1))
+    if choose != (0, 1):
+        start = W + 1e-3 * randn(2, 5, seed=5)
+        path = dynamics.solve(start, W_p, [0.0, 4000.0])
+        top = linear.top_modes(sigma_d, sigma_s, 2)[1]
+        residual = path.W[-1] - path.W[-1] @ torch.linalg.pinv(top) @ top
+        assert residual.norm() < 1e-2 * path.W[-1].norm()  # it leaves for the largest ones
+
+
+@pytest.mark.parametrize(("tau", "sigma2", "alpha_p", "eta"), [(1.0, 0.0, 1.0, 0.1), (0.8, 0.3, 2.0, 0.05)])
+def test_predictor_fixed_point(tau: float, sigma2: float, alpha_p: float, eta: float) -> None:
+    """SM Eqs. 55-59: a zero of the predictor's flow, symmetric, and where a predictor that is not symmetric ends."""
+    F = spd(4, 3)
+    rest = linear.predictor_fixed_point(F, tau, sigma2, alpha_p, eta)
+    torch.testing.assert_close(rest, rest.T)
+
+    def flow(W_p: torch.Tensor) -> torch.Tensor:
+        return -alpha_p * (1 + sigma2) * W_p @ F + alpha_p * tau * F - eta * W_p
+
+    assert flow(rest).abs().max() < 1e-12
+    end = linear.integrate(lambda s: (flow(s[0]),), (randn(4, 4, seed=6),), [0.0, 400.0])[0][-1]
+    torch.testing.assert_close(end, rest, atol=1e-6, rtol=0)
+    # Without decay, where F vanishes nothing moves; here the solution that vanishes with it.
+    flat = torch.diag(torch.tensor([1.0, 0.0], dtype=D))
+    torch.testing.assert_close(linear.predictor_fixed_point(flat, tau, sigma2), flat * tau / (1 + sigma2))
+
+
+def test_raft_encoders_at_rest_share_eigenvalues_with_the_predictor() -> None:
+    """RAFT App. H: W theta = theta B A^-1, checked by the gradients of the loss themselves."""
+    n = 3
+    B = spd(n, 1)
+    A = B + spd(n, 2)
+    M = B @ torch.linalg.inv(A)
+
+    def gradients(theta: torch.Tensor, W: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of E|W theta x_1 - xi x_2|^2 at xi = theta, from its moments."""
+        theta, W = theta.clone().requires_grad_(), W.clone().requires_grad_()
+        xi = theta.detach()
+        loss = (W @ theta @ A @ theta.T @ W.T).trace() - 2 * (W @ theta @ B.T @ xi.T).trace()
+        return torch.autograd.grad(loss, (theta, W))
+
+    assert len(linear.stationary_encoders(randn(n, n, seed=3), A, B)) == 0  # drawn at random: only the collapse
+    values = torch.linalg.eigvals(M).real
+    shared = torch.diag(torch.stack([values[0], values[2], torch.tensor(5.0, dtype=D)]))
+    S = randn(n, n, seed=4)
+    W = S @ shared @ torch.linalg.inv(S)
+    basis = linear.stationary_encoders(W, A, B)
+    assert basis.shape == (2, n, n)
+    for theta in (*basis, basis.sum(0)):
+        assert theta.norm() > 0.1 and (W @ theta - theta @ M).abs().max() < 1e-8
+        assert all(g.abs().max() < 1e-8 for g in gradients(theta, W))
+    assert max(float(g.abs().max()) for g in gradients(randn(n, n, seed=5), W)) > 1e-2
+    # A predictor that has learnt its encoder: any invertible theta is at rest, with W = theta M theta^-1.
+    theta = randn(n, n, seed=6)
+    assert len(linear.stationary_encoders(theta @ M @ torch.linalg.inv(theta), A, B)) == n
+    # Views that are equal along a direction leave the identity something to rest on; others do not.
+    assert len(linear.stationary_encoders(torch.eye(2, dtype=D), torch.diag(torch.tensor([1.0, 2.0], dtype=D)),
+                                          torch.diag(torch.tensor([1.0, 1.0], dtype=D)))) == 2  # fmt: skip
+    assert len(linear.stationary_encoders(torch.eye(n, dtype=D), A, B)) == 0
+
+
 def test_multiplicative_scrambling_by_sampling() -> None:
     U = torch.linalg.qr(randn(4, 2, seed=1)).Q
     S = spd(4, 2)

@@ -148,7 +148,9 @@ def byol_ablations(run: Run) -> Report:
 
             def compute(name: str = name, method: Any = method, options: Any = options, seed: int = seed) -> Any:
                 L.seed_everything(seed, verbose=False)
-                model = method(backbone=SmallConv(width=16), **options)
+                # The settings were found with affine batch norms in the heads.
+                affine = {"norm_affine": True} if method is BYOL else {}
+                model = method(backbone=SmallConv(width=16), **options, **affine)
                 if name != "untrained":
                     _train(model, epochs, seed)
                 return _measure(model, seed)
@@ -270,6 +272,7 @@ def bound(run: Run) -> Report:
         "Barlow Twins": lambda d: BarlowTwins(
             SmallConv(width=16),
             projector_hidden=128,
+            projector_bias=True,
             dim=d,
             lambd=0.02,
             optimizer=_adam,
@@ -279,6 +282,7 @@ def bound(run: Run) -> Report:
         # The paper's projector is linear too; in so short a training on so few images that one collapses.
         "SimSiam": lambda d: SimSiam(
             SmallConv(width=16, depth=4),
+            projector_layers=2,
             projector_hidden=128,
             dim=d,
             predictor="linear",
@@ -320,7 +324,7 @@ def bound(run: Run) -> Report:
     claims: list[Claim] = []
     for name, rows in final.items():
         b, accuracy, theirs = zip(*rows, strict=True)
-        rank, p_rank = rank_test(b, accuracy, -1)
+        rank, p_rank = rank_test(b, accuracy)
         order, p_order = rank_test(accuracy, theirs)
         claims += [
             Claim(
