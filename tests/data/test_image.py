@@ -198,6 +198,37 @@ def test_a_resumed_run_continues_as_if_never_stopped(tmp_path, kill_at, workers,
 
 
 @pytest.mark.parametrize("module", [Recorder, Scheduled])
+def test_a_run_stopped_twice_in_one_epoch_continues_each_time(tmp_path, module):
+    def run(model, path=None, kill_at=None):
+        checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        callbacks = [checkpoint, *([KillAt(kill_at)] if kill_at else [])]
+        trainer = trainer_for(max_epochs=2, enable_checkpointing=True, callbacks=callbacks, limit_val_batches=0)
+        trainer.fit(model, ImageDataModule(batch_size=256), ckpt_path=path, **WEIGHTS_ONLY)
+
+    whole, first, second, third = module(), module(), module(), module()
+    run(whole)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    with pytest.raises(Killed):
+        run(first, kill_at=7)
+    with pytest.raises(Killed):
+        run(second, tmp_path / "step=6.ckpt", kill_at=9)
+    run(third, tmp_path / "step=8.ckpt")
+    parts = [*first.trained[:6], *second.trained[:2], *third.trained]
+    assert [(epoch, seen) for epoch, _, seen in parts] == [(epoch, seen) for epoch, _, seen in whole.trained]
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    sampler = ShardSampler(range(100), 0, 1, shuffle=True, seed=5)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[1]) == list(range(100))
+
+
+@pytest.mark.parametrize("module", [Recorder, Scheduled])
 def test_a_batch_that_failed_is_trained_on_after_the_resume(tmp_path, module):
     def run(model, path=None, **arguments):
         trainer = trainer_for(max_epochs=2, limit_val_batches=0, **arguments)
