@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("mypy")
 ROOT = Path(__file__).parents[1]
-BLATANT = '''
+BLATANT = """
 
 def _blatant(metric: SecondBatch) -> int:
     return "no number"
@@ -18,7 +18,7 @@ def _blatant(metric: SecondBatch) -> int:
 
 _number: int = functional.effective_rank("no tensor")
 EffectiveRank(every_n_steps="often").no_such_method()
-'''
+"""
 
 
 def check(folder):

@@ -18,7 +18,7 @@ def mlp(dims: list[int], norm: str = "batch", last_norm: str = "none", last_bias
     A linear layer directly before a norm that subtracts the mean keeps its bias all the same, as in the papers.
     """
     if len(dims) < 2 or min(dims) < 1:
-        raise ValueError(f"a head needs at least two positive sizes, got {dims}")
+        raise ValueError(f"`dims` must be at least two positive sizes, got {dims}")
     layers: list[nn.Module] = []
     for i, (n_in, n_out) in enumerate(itertools.pairwise(dims)):
         last = i == len(dims) - 2

@@ -195,7 +195,10 @@ def ema_weight_decay(run: Run) -> Report:
             "a smaller beta raises the least eigenvalue of K: " + ", ".join(f"{v:.3f}" for v in least),
             _rising([-v for v in least]),
         ),
-        ("and trains more slowly, steps to half: " + ", ".join(f"{v:.0f}" for v in halves), _rising([-v for v in halves])),
+        (
+            "and trains more slowly, steps to half: " + ", ".join(f"{v:.0f}" for v in halves),
+            _rising([-v for v in halves]),
+        ),
     ]
 
     def draw(figure: Any) -> None:
