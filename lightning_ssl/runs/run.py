@@ -218,6 +218,6 @@ class SaveRunConfig(SaveConfigCallback):
             config.name = None
             # Options that are None are written, too; since 4.49 jsonargparse calls that otherwise.
             known = inspect.signature(self.parser.save).parameters
-            keep = {"skip_unset" if "skip_unset" in known else "skip_none": False}
+            keep = {"skip_none" if "skip_none" in known else "skip_unset": False}
             self.parser.save(config, str(folder / self.config_filename), overwrite=True, **keep)
         self.already_saved = True

@@ -340,5 +340,5 @@ def test_bad_arguments(arguments, message):
 
 
 def test_batch_larger_than_the_dataset():
-    with pytest.raises(ValueError, match="`batch_size` must be at most 1437 .* 1437 training samples .* got 2000"):
+    with pytest.raises(ValueError, match=r"`batch_size` must be at most 1437 .* 1437 training samples .* got 2000"):
         ImageDataModule(batch_size=2000).train_dataloader()

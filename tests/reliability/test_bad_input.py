@@ -57,7 +57,7 @@ COMMANDS = [
         2,
         "`augmentation` must be a preset, got 'simclrr'; choose one of",
     ),
-    ("fit --data.augmentation simclr", 2, "no effect where views resample the nuisance: set views='augment'"),
+    ("fit --data.augmentation simclr", 2, "left out where views resample the nuisance.*set views='augment'"),
     ("fit --trainer.max_epochs ten", 2, "trainer.max_epochs must be int; got 'ten'"),
     ("fit --trainer.precision 12", 2, "trainer.precision must be one of .*bf16-mixed.*got '12'"),
     ("fit --trainer.accelerator tpuu", 2, "invalid accelerator name: `accelerator='tpuu'`. Available names"),
