@@ -133,6 +133,7 @@ def test_the_log_keeps_what_is_not_logged_again(tmp_path):
             logger.log_metrics({"a": step + len(steps) / 10, **({"b": 1.0} if step > 3 else {})}, step)
             logger.save()
     assert logged(tmp_path / "run" / "metrics.csv", "a") == {0: 0.4, 1: 1.4, 2: 2.3, 3: 3.3, 4: 4.3}
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.csv")] == ["0", "1", "2", "3", "4"]  # each once
 
 
 def test_shipped_configs_are_found_by_their_bare_names(folder):

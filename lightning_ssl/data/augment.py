@@ -60,18 +60,18 @@ class Augmentation:
     def __post_init__(self) -> None:
         for name in ("flip", "jitter", "grayscale", "blur", "solarize", "solarize_threshold"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in [0, 1], but got {getattr(self, name)}.")
+                raise ValueError(f"`{name}` must lie in [0, 1], got {getattr(self, name)}")
         for name in ("brightness", "contrast", "saturation"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, but got {getattr(self, name)}.")
+                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}")
         if not 0 <= self.hue <= 0.5:
-            raise ValueError(f"hue must lie in [0, 0.5], but got {self.hue}.")
+            raise ValueError(f"`hue` must lie in [0, 0.5], got {self.hue}")
         for name in ("crop_scale", "crop_ratio", "blur_sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise ValueError(f"{name} must be two positive numbers, the smaller first, but got {(low, high)}.")
+                raise ValueError(f"`{name}` must be two positive numbers, the smaller first, got {(low, high)}")
         if self.crop_scale[1] > 1:
-            raise ValueError(f"crop_scale must not exceed 1, the whole image, but got {self.crop_scale}.")
+            raise ValueError(f"`crop_scale` must not exceed 1, the whole image, got {self.crop_scale}")
 
     def kernel_size(self, size: int) -> int:
         """Side of the blur's kernel, in pixels, for images of this size."""
@@ -99,7 +99,7 @@ PRESETS: dict[str, tuple[Augmentation, ...]] = {
 def preset(name: str) -> tuple[Augmentation, ...]:
     """The recipes of a preset, one for each view; fewer than there are views are used in turn."""
     if name not in PRESETS:
-        raise ValueError(f"augmentation={name!r} is not a preset: choose one of {', '.join(sorted(PRESETS))}.")
+        raise ValueError(f"`augmentation` must be a preset, got {name!r}; choose one of {', '.join(sorted(PRESETS))}")
     return PRESETS[name]
 
 
@@ -113,7 +113,7 @@ def recipes_for(augmentation: Any, num_views: int) -> tuple[Augmentation, ...]:
             recipe = preset(entry) if isinstance(entry, str) else (_recipe(entry),)
             if len(recipe) > 1:
                 raise ValueError(
-                    f"augmentation: preset {entry!r} covers {len(recipe)} views: give it alone, not in a list."
+                    f"`augmentation` must list recipes of one view, got {entry!r} of {len(recipe)}; give it alone"
                 )
             recipes.append(recipe[0])
     else:
@@ -122,7 +122,9 @@ def recipes_for(augmentation: Any, num_views: int) -> tuple[Augmentation, ...]:
         if isinstance(augmentation, str):
             recipes = recipes[:num_views]
         else:
-            raise ValueError(f"augmentation has {len(recipes)} recipes for num_views={num_views} views.")
+            raise ValueError(
+                f"`augmentation` must have at most a recipe a view, got {len(recipes)} for {num_views}; leave some out"
+            )
     return tuple(recipes[view % len(recipes)] for view in range(num_views))
 
 
@@ -130,12 +132,11 @@ def _recipe(value: Any) -> Augmentation:
     if isinstance(value, Mapping):
         known = {field.name for field in dataclasses.fields(Augmentation)}
         if unknown := sorted(set(value) - known):
-            raise ValueError(f"augmentation has no field {unknown}; it has {sorted(known)}.")
+            raise ValueError(f"`augmentation` must have known fields, got {unknown}; choose among {sorted(known)}")
         return Augmentation(**value)
     if not isinstance(value, Augmentation):
         raise TypeError(
-            f"augmentation must be a preset ({', '.join(PRESETS)}), an Augmentation or a list of these, "
-            f"but got {value!r}."
+            f"`augmentation` must be a preset ({', '.join(PRESETS)}), an Augmentation or a list of these, got {value!r}"
         )
     return value
 

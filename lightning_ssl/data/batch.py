@@ -56,12 +56,13 @@ class RawBatch(NamedTuple):
     nuisance: Tensor | None = None
     num_views: int = 0
 
-    def sealed(self) -> RawBatch:
+    def as_bits(self) -> RawBatch:
         """The same batch with its floats as bits: a Trainer converts a batch's floats to its own precision.
 
-        The views must not depend on that; :meth:`opened` undoes it.
+        The views must not depend on that; :meth:`from_bits` undoes it.
         """
         return apply_to_collection(self, Tensor, lambda x: x.view(torch.int32) if x.dtype == torch.float32 else x)
 
-    def opened(self) -> RawBatch:
+    def from_bits(self) -> RawBatch:
+        """The batch that :meth:`as_bits` was made of."""
         return apply_to_collection(self, Tensor, lambda x: x.view(torch.float32) if x.dtype == torch.int32 else x)

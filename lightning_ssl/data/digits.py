@@ -41,7 +41,7 @@ class Nuisance:
 
     def __post_init__(self) -> None:
         if not 0 < self.scale[0] <= self.scale[1]:
-            raise ValueError(f"scale must be two positive numbers, the smaller first, but got {self.scale}.")
+            raise ValueError(f"`scale` must be two positive numbers, the smaller first, got {self.scale}")
 
 
 def load(train: bool) -> tuple[Tensor, Tensor]:

@@ -109,16 +109,17 @@ class ImageDataModule(ShardedDataModule):
             ("image_size", 1 if image_size is None else image_size, 1),
         ):
             if value < least:
-                raise ValueError(f"{name} must be at least {least}, but got {value}.")
+                raise ValueError(f"`{name}` must be at least {least}, got {value}")
         can_resample = dataset == "digits" and nuisance is not False
         if views == "resample" and not can_resample:
             raise ValueError(
-                f"views='resample' draws a new nuisance, which only dataset='digits' with a nuisance has, but got "
-                f"dataset={dataset!r}, nuisance={nuisance!r}. Use views='augment'."
+                "`views` must be 'augment' where there is no nuisance to draw anew, got 'resample' with "
+                f"dataset={dataset!r}, nuisance={nuisance!r}; set views='augment', or the digits with a nuisance"
             )
         if augmentation is not None and can_resample and views != "augment":
             raise ValueError(
-                f"augmentation={augmentation!r} has no effect where views resample the nuisance: set views='augment'."
+                f"`augmentation` must be left out where views resample the nuisance, got {augmentation!r}; set "
+                "views='augment' to use it"
             )
 
         facts = FACTS["image_folder" if own else str(dataset)]
@@ -178,9 +179,8 @@ class ImageDataModule(ShardedDataModule):
         split = self.source.train
         if self.batch_size * world_size > len(split):
             raise ValueError(
-                f"batch_size={self.batch_size} on {world_size} process(es) is more than the {len(split)} training "
-                f"samples of dataset={self.dataset!r}: no batch could be filled. Set batch_size to at most "
-                f"{len(split) // world_size}."
+                f"`batch_size` must be at most {len(split) // world_size} for the {len(split)} training samples of "
+                f"{self.dataset!r} on {world_size} process(es), got {self.batch_size}; lower it"
             )
         return self.resumed(self._view_loader(split, TRAIN, self.batch_size, shuffle=True))
 
@@ -218,8 +218,8 @@ class ImageDataModule(ShardedDataModule):
                 )
             if len(present) < 2:
                 raise ValueError(
-                    f"The {name} split of dataset={self.dataset!r} in root={self.root!r} has one class only "
-                    f"({source.classes[int(present[0])]!r}): a probe needs at least two."
+                    f"the {name} split of {self.dataset!r} must have at least two classes for a probe, got "
+                    f"{source.classes[int(present[0])]!r} alone; check root={self.root!r}"
                 )
             loaders.append(
                 self._clean_loader(ProbeImages(RawImages(split, self.pipeline, key, False, self.on_corrupt)))
@@ -262,4 +262,4 @@ class ImageDataModule(ShardedDataModule):
 
 def _choice(name: str, value: Any, known: Any) -> None:
     if value not in known:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(known)}.")
+        raise ValueError(f"`{name}` must be one of {', '.join(known)}, got {value!r}")

@@ -62,7 +62,7 @@ class Pipeline:
 
     def make_batch(self, raw: RawBatch) -> ViewBatch:
         """Make the views, and the clean image if asked for, on whatever device the bytes are."""
-        raw = raw.opened()
+        raw = raw.from_bits()
         if raw.num_views == 0:
             clean = self.clean(raw)
             return ViewBatch((clean,), raw.label, raw.index, clean)
@@ -125,7 +125,7 @@ class RawImages(EpochDataset):
         return len(self.split)
 
     def __getitems__(self, rows: list[int]) -> RawBatch:
-        return (self._from_memory(rows) if self.split.pixels is not None else self._from_files(rows)).sealed()
+        return (self._from_memory(rows) if self.split.pixels is not None else self._from_files(rows)).as_bits()
 
     def _from_memory(self, rows: list[int]) -> RawBatch:
         assert self.split.pixels is not None
@@ -184,7 +184,7 @@ class ProbeImages(EpochDataset):
         return len(self.raw)
 
     def __getitems__(self, rows: list[int]) -> ProbeBatch:
-        batch = self.raw.__getitems__(rows).opened()
+        batch = self.raw.__getitems__(rows).from_bits()
         return ProbeBatch(self.raw.pipeline.clean(batch), batch.label, batch.index)
 
 

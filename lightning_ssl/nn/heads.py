@@ -33,7 +33,7 @@ def mlp(
         last_affine: Likewise of the output's, or "scale" for the scale alone.
     """
     if len(dims) < 2 or min(dims) < 1:
-        raise ValueError(f"a head needs at least two positive sizes, got {dims}")
+        raise ValueError(f"`dims` must be at least two positive sizes, got {dims}")
     layers: list[nn.Module] = []
     for i, (n_in, n_out) in enumerate(itertools.pairwise(dims)):
         last = i == len(dims) - 2

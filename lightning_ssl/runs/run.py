@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -215,5 +216,8 @@ class SaveRunConfig(SaveConfigCallback):
             if config.trainer.default_root_dir == str(Path(config.root) / config.name):
                 config.trainer.default_root_dir = None
             config.name = None
-            self.parser.save(config, str(folder / self.config_filename), skip_none=False, overwrite=True)
+            # Options that are None are written, too; since 4.49 jsonargparse calls that otherwise.
+            known = inspect.signature(self.parser.save).parameters
+            keep = {"skip_none" if "skip_none" in known else "skip_unset": False}
+            self.parser.save(config, str(folder / self.config_filename), overwrite=True, **keep)
         self.already_saved = True

@@ -126,7 +126,7 @@ def test_augment_draws_from_torchs_generator():
         ),
         (lambda: Augment("simclr")(PIXELS[0]), "`image` must be bytes of shape"),
         (lambda: Augment("simclr")(PIXELS, index=torch.arange(3)), "`index` must have one entry an image"),
-        (lambda: Augment("simclar"), "'simclar' is not a preset.*simclr"),
+        (lambda: Augment("simclar"), "must be a preset, got 'simclar'; .*simclr"),
         (lambda: Augment(num_views=0), "`num_views` must be at least 1"),
     ],
 )

@@ -140,7 +140,7 @@ def test_bits_do_not_depend_on_batch_or_threads(side):
 
 
 def test_bad_recipes():
-    with pytest.raises(ValueError, match=r"'simclar' is not a preset.*simclr"):
+    with pytest.raises(ValueError, match=r"must be a preset, got 'simclar'; .*simclr"):
         preset("simclar")
     for bad in ({"flip": 1.5}, {"hue": 0.7}, {"brightness": -1}, {"crop_scale": (1.0, 0.2)}, {"crop_scale": (0.5, 2)}):
         with pytest.raises(ValueError, match=next(iter(bad))):

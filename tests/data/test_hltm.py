@@ -125,7 +125,7 @@ def test_validation_has_batches_even_when_small() -> None:
 
 
 def test_refuses_bad_input() -> None:
-    with pytest.raises(ValueError, match="depth=0"):
+    with pytest.raises(ValueError, match="`depth` must be at least 1, got 0"):
         HLTM(0)
     with pytest.raises(ValueError, match=r"\[-1, 1\]"):
         HLTM(2, lower=-1.5)
@@ -133,9 +133,9 @@ def test_refuses_bad_input() -> None:
         HLTM(2, upper=1.2)
     with pytest.raises(ValueError, match=r"\[-1, 1\]"):
         HLTM.from_polarities([torch.tensor([[1.5, 0.0]])])
-    with pytest.raises(ValueError, match="one per run"):
+    with pytest.raises(ValueError, match="one a run"):
         HLTM(2, lower=[0.7, 0.8], runs=3)
-    with pytest.raises(ValueError, match="larger than draws"):
+    with pytest.raises(ValueError, match="`batch_size` must be at most draws=10, got 20"):
         HLTMDataModule(draws=10, batch_size=20)
-    with pytest.raises(ValueError, match="values='rgb'"):
+    with pytest.raises(ValueError, match=r"`values` must be .* got 'rgb'"):
         HLTMDataModule(values="rgb")

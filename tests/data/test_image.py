@@ -198,6 +198,37 @@ def test_a_resumed_run_continues_as_if_never_stopped(tmp_path, kill_at, workers,
 
 
 @pytest.mark.parametrize("module", [Recorder, Scheduled])
+def test_a_run_stopped_twice_in_one_epoch_continues_each_time(tmp_path, module):
+    def run(model, path=None, kill_at=None):
+        checkpoint = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        callbacks = [checkpoint, *([KillAt(kill_at)] if kill_at else [])]
+        trainer = trainer_for(max_epochs=2, enable_checkpointing=True, callbacks=callbacks, limit_val_batches=0)
+        trainer.fit(model, ImageDataModule(batch_size=256), ckpt_path=path, **WEIGHTS_ONLY)
+
+    whole, first, second, third = module(), module(), module(), module()
+    run(whole)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    with pytest.raises(Killed):
+        run(first, kill_at=7)
+    with pytest.raises(Killed):
+        run(second, tmp_path / "step=6.ckpt", kill_at=9)
+    run(third, tmp_path / "step=8.ckpt")
+    parts = [*first.trained[:6], *second.trained[:2], *third.trained]
+    assert [(epoch, seen) for epoch, _, seen in parts] == [(epoch, seen) for epoch, _, seen in whole.trained]
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    sampler = ShardSampler(range(100), 0, 1, shuffle=True, seed=5)
+    orders = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(orders[1]) == list(range(100))
+
+
+@pytest.mark.parametrize("module", [Recorder, Scheduled])
 def test_a_batch_that_failed_is_trained_on_after_the_resume(tmp_path, module):
     def run(model, path=None, **arguments):
         trainer = trainer_for(max_epochs=2, limit_val_batches=0, **arguments)
@@ -290,17 +321,17 @@ def test_yaml():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dataset": "cifar"}, r"dataset='cifar' is unknown.*cifar10.*image_folder"),
-        ({"views": "augment", "augmentation": "simclar"}, r"'simclar' is not a preset.*simclr"),
+        ({"dataset": "cifar"}, r"`dataset` must be one of .*cifar10.*image_folder, got 'cifar'"),
+        ({"views": "augment", "augmentation": "simclar"}, r"must be a preset, got 'simclar'; .*simclr"),
         ({"augmentation": "simclr"}, "set views='augment'"),
-        ({"views": "resample", "nuisance": False}, "Use views='augment'"),
-        ({"dataset": "cifar10", "views": "resample"}, "Use views='augment'"),
-        ({"batch_size": 0}, "batch_size must be at least 1, but got 0"),
-        ({"num_views": 0}, "num_views must be at least 1"),
-        ({"on_corrupt": "ignore"}, "on_corrupt='ignore' is unknown"),
+        ({"views": "resample", "nuisance": False}, "set views='augment'"),
+        ({"dataset": "cifar10", "views": "resample"}, "set views='augment'"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        ({"num_views": 0}, "`num_views` must be at least 1, got 0"),
+        ({"on_corrupt": "ignore"}, "`on_corrupt` must be one of error, skip, got 'ignore'"),
         ({"views": "augment", "augmentation": ["byol"]}, "give it alone"),
-        ({"views": "augment", "augmentation": {"blurr": 1.0}}, "no field.*blurr"),
-        ({"views": "augment", "augmentation": ["none"] * 3}, "3 recipes for num_views=2"),
+        ({"views": "augment", "augmentation": {"blurr": 1.0}}, "must have known fields.*blurr"),
+        ({"views": "augment", "augmentation": ["none"] * 3}, "at most a recipe a view, got 3 for 2"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -309,5 +340,5 @@ def test_bad_arguments(arguments, message):
 
 
 def test_batch_larger_than_the_dataset():
-    with pytest.raises(ValueError, match=r"batch_size=2000 .* 1437 .* at most 1437"):
+    with pytest.raises(ValueError, match=r"`batch_size` must be at most 1437 .* 1437 training samples .* got 2000"):
         ImageDataModule(batch_size=2000).train_dataloader()

@@ -80,16 +80,17 @@ def test_exact_mode_equals_brute_force(kind, unbiased):
         assert value.relative_error == 0
 
 
+@pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("kind", ["grouped", "shared", "batchnorm"])
-def test_estimate_is_exact_where_nothing_is_left_out(kind):
+def test_estimate_is_exact_where_nothing_is_left_out(kind, unbiased):
     """All output directions, layers small enough not to be sketched."""
     model, views = build(kind)
-    for name, value in covariance_operator_norms(model, views, directions=5).items():
+    for name, value in covariance_operator_norms(model, views, directions=5, unbiased=unbiased).items():
         if (
             model.get_submodule(name).weight.numel() <= 256
             and max(model.get_submodule(name).weight[0].numel(), 1) <= 32
         ):
-            expected = oracle(model, views, name)
+            expected = oracle(model, views, name, unbiased=unbiased)
             torch.testing.assert_close(torch.stack(value[:5]), expected, rtol=1e-9, atol=1e-12)
 
 

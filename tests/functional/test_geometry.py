@@ -133,3 +133,19 @@ def test_effective_rank_gradient():
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("t", [100.0, 1000.0])
+def test_a_narrow_kernel_neither_overflows_nor_underflows(t):
+    x = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    assert uniformity(x, t).item() == pytest.approx(0.0, abs=1e-3)
+    assert uniformity(x * torch.tensor([[1.0], [-1.0]]), t).item() == pytest.approx(-4 * t)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_plane_has_a_sign_of_its_own(seed):
+    x = torch.randn(20, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    unit = torch.nn.functional.normalize(x, dim=1)
+    centred = unit - unit.mean(dim=0)
+    directions = torch.linalg.lstsq(centred, principal_plane(x)[0]).solution  # [5, 2]
+    assert (directions.gather(0, directions.abs().argmax(dim=0, keepdim=True)) > 0).all()

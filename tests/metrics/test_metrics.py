@@ -294,3 +294,19 @@ def test_sums_of_large_offsets_do_not_cancel():
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_roundoff_adds_no_rank():
+    metric = EffectiveRank()
+    metric.update(torch.randn(500, 1, dtype=torch.float64) @ torch.randn(1, 64, dtype=torch.float64))
+    assert metric.compute().item() == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(0.01, 1.0), (100.0, 0.0)])
+def test_the_votes_have_the_temperature_that_was_asked_for(temperature, expected):
+    """One near neighbour of the right class against two far ones of the other."""
+    metric = KNNAccuracy(num_classes=2, k=3, temperature=temperature)
+    bank = torch.tensor([[1.0, 0.1], [1.0, 1.0], [1.0, 1.0]])
+    metric.update(bank, torch.tensor([0, 1, 1]), torch.arange(3), split="bank")
+    metric.update(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), torch.tensor([0]), split="query")
+    assert metric.compute()["top1"].item() == expected

@@ -25,7 +25,7 @@ MUTANTS = [
         "lightning_ssl/data/loader.py",
         "permutation(size, self.seed, self.epoch) if self.shuffle",
         "permutation(size, self.seed) if self.shuffle",
-        "tests/data/test_image.py tests/data/test_rng.py -k 'number_of_ranks or order or epochs'",
+        "tests/data/test_image.py tests/data/test_rng.py -k 'order_of_its_own'",
     ),
     Mutant(
         "lightning_ssl/data/loader.py",
@@ -43,7 +43,7 @@ MUTANTS = [
         "lightning_ssl/data/loader.py",
         'self._position = {"epoch": epoch, "batch": skip}',
         'self._position = {"epoch": epoch, "batch": 0}',
-        "tests/data/test_image.py -k 'resumed'",
+        "tests/data/test_image.py -k 'stopped_twice'",
     ),
     Mutant(
         "lightning_ssl/data/loader.py",

@@ -228,7 +228,7 @@ MUTANTS = [
     Mutant(
         "lightning_ssl/functional/predictor.py",
         "    if bias:\n        x, y = x - x.mean(dim=0), y - y.mean(dim=0)",
-        "    if bias:\n        x = x - x.mean(dim=0)",
+        "    if bias:\n        y = y - y.mean(dim=0)",
         "tests/functional/test_predictor.py",
     ),
     Mutant(
@@ -264,7 +264,7 @@ MUTANTS = [
     Mutant(
         "lightning_ssl/functional/predictor.py",
         "torch.linalg.eigh((F + F.T) / 2)",
-        "torch.linalg.eigh(F)",
+        "torch.linalg.eigh(F + F.T)",
         "tests/functional/test_predictor.py tests/functional/test_properties.py",
     ),
     Mutant(

@@ -1,8 +1,11 @@
 """Checkpoint files: whole or not there, held back until they count, read without running what is in them."""
 
+import os
+
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_ssl.methods import BYOL, SimSiam
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, RunCheckpoint
@@ -76,3 +79,47 @@ def test_steps_that_a_validation_follows_are_saved_after_it(method, interval, tm
     for start in (3, 4, 6):
         later, _ = fit(tmp_path / f"step={start}.ckpt")
         assert later == tuple(step for step in steps if step > start), start
+
+
+def test_a_checkpoint_counts_when_its_step_is_logged_and_not_before(tmp_path):
+    seen = {}
+
+    class Log(DummyLogger):
+        def log_metrics(self, metrics, step=None):
+            seen.setdefault(step, {int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt")})
+
+    saver = RunCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, logger=Log(), callbacks=[saver], plugins=[CheckpointFiles()], **quiet
+    )
+    trainer.fit(small(BYOL), loader(4))
+    assert [seen[step] for step in range(3)] == [set(), {1}, {1, 2}]  # logged after the save, before its release
+    assert {int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt")} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_an_exception_leaves_a_checkpoint_where_that_was_asked_for(tmp_path, asked):
+    class Fail(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                raise RuntimeError("on purpose")
+
+    saver = RunCheckpoint(tmp_path, filename="{step}", save_last=True, save_on_exception=asked)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[Fail(), saver], plugins=[CheckpointFiles()], **quiet
+    )
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(small(BYOL), loader(4))
+    assert (tmp_path / "last.ckpt").exists() == asked
+
+
+def test_the_newest_of_the_others_is_named_first(tmp_path):
+    files = CheckpointFiles()
+    for age, name in enumerate(("new", "older", "oldest")):
+        files.save_checkpoint(GOOD, tmp_path / f"{name}.ckpt")
+        os.utime(tmp_path / f"{name}.ckpt", (1000 - age, 1000 - age))
+    (tmp_path / "last.ckpt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"new\.ckpt, older\.ckpt, oldest\.ckpt"):
+        files.load_checkpoint(tmp_path / "last.ckpt")

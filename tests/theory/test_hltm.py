@@ -261,7 +261,7 @@ def test_refuses_bad_input() -> None:
         hltm.train(HLTMNetwork(3, 2, 1), HLTM(3), tau=0)
     with pytest.raises(ValueError, match="not an internal node"):
         hltm.covariance_operator(HLTMNetwork(3, 2, 1), HLTM(3), "s010", generator())
-    with pytest.raises(ValueError, match="not a path"):
+    with pytest.raises(ValueError, match="`latent` must be a path"):
         hltm.covariance_operator(HLTMNetwork(3, 2, 1), HLTM(3), "s02", generator())
 
 

@@ -98,5 +98,5 @@ def test_mixture_law_and_datamodule() -> None:
     assert batch.views[0].shape == (32, 10) and not torch.equal(*batch.views)
     train, _ = module.probe_dataloaders()
     assert next(iter(train)).image.shape == (20, 10) and module.num_classes == module.num_features == 10
-    with pytest.raises(ValueError, match="variance=-1"):
+    with pytest.raises(ValueError, match="`variance` must not be negative, got -1"):
         GaussianMixture(variance=-1)

@@ -40,7 +40,7 @@ def test_selective_neuron_is_amplified(weight: list[float], bias: float, pattern
 
 
 def test_refuses_bad_input() -> None:
-    with pytest.raises(ValueError, match="size=3"):
+    with pytest.raises(ValueError, match=r"`size` must be at least 4.*got 3"):
         ring_population(3)
-    with pytest.raises(ValueError, match="receptive_field=9"):
+    with pytest.raises(ValueError, match=r"`receptive_field` must lie .* got 9"):
         ring_population(5, 9)

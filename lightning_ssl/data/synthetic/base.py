@@ -50,9 +50,11 @@ class SyntheticDataModule(ShardedDataModule):
             ("probe_draws", probe_draws),
         ):
             if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
         if batch_size > draws:
-            raise ValueError(f"batch_size={batch_size} is larger than draws={draws}: lower it, or draw more an epoch.")
+            raise ValueError(
+                f"`batch_size` must be at most draws={draws}, got {batch_size}; lower it, or draw more an epoch"
+            )
         self.draws, self.batch_size, self.num_views = draws, batch_size, num_views
         self.probe_draws, self.seed = probe_draws, seed
 

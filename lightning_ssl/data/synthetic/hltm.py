@@ -25,8 +25,8 @@ def latent_position(name: str, branching: int = 2) -> tuple[int, int]:
     digits = name[1:]
     if not name.startswith("s") or not digits.isdigit() or any(int(d) >= branching for d in digits):
         raise ValueError(
-            f"latent={name!r} is not a path: write 'root' or 's' and one digit below {branching} for each level, "
-            "like 's010'."
+            f"`latent` must be a path, got {name!r}; write 'root' or 's' and one digit below {branching} a level, "
+            "like 's010'"
         )
     return len(digits), int(digits, branching)
 
@@ -80,18 +80,18 @@ class HLTM:
             ("branching", branching, 2),
         ):
             if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}: a tree needs a root and leaves.")
+                raise ValueError(f"`{name}` must be at least {least}, got {value}; a tree needs a root and leaves")
         lowers = torch.as_tensor(lower, dtype=torch.float64).reshape(-1)
         if lowers.numel() not in (1, runs):
-            raise ValueError(f"lower has {lowers.numel()} values for runs={runs}: give one, or one per run.")
+            raise ValueError(f"`lower` must be one number, or one a run ({runs}), got {lowers.numel()}")
         least_polarity = -1.0 / (states - 1)
         if lowers.min() < least_polarity or upper > 1 or lowers.max() > upper:
             raise ValueError(
-                f"lower={lower}, upper={upper} must satisfy {least_polarity:.3g} <= lower <= upper <= 1: a polarity is "
-                "2 P(child=1 | parent=1) - 1, so it lies in [-1, 1] for two states."
+                f"`lower` and `upper` must satisfy {least_polarity:.3g} <= lower <= upper <= 1, got {lower}, {upper}; "
+                "a polarity is 2 P(child=1 | parent=1) - 1, in [-1, 1] for two states"
             )
         if not -1 <= root_polarity <= 1:
-            raise ValueError(f"root_polarity={root_polarity} must lie in [-1, 1]: it is P(z0=1) - P(z0=0).")
+            raise ValueError(f"`root_polarity` must lie in [-1, 1], got {root_polarity}; it is P(z0=1) - P(z0=0)")
         generator = torch.Generator().manual_seed(seed)
         self.depth, self.runs, self.states, self.branching = depth, runs, states, branching
         self.root_polarity = root_polarity
@@ -114,18 +114,16 @@ class HLTM:
     def from_polarities(cls, polarities: Sequence[Tensor], root_polarity: float = 0.0) -> HLTM:
         """A binary symmetric tree of given polarities, ``[runs, branching ** level]`` for each level from 1."""
         if not polarities:
-            raise ValueError("polarities is empty: give one tensor for each level below the root (depth >= 1).")
+            raise ValueError("`polarities` must hold a tensor for each level below the root, got none")
         polarities = [p.to(torch.float64) for p in polarities]
         runs, branching = polarities[0].shape
         for level, rho in enumerate(polarities, start=1):
             if tuple(rho.shape) != (runs, branching**level):
                 raise ValueError(
-                    f"polarities[{level - 1}] has shape {tuple(rho.shape)}, expected {(runs, branching**level)}."
+                    f"`polarities[{level - 1}]` must have shape {(runs, branching**level)}, got {tuple(rho.shape)}"
                 )
             if rho.abs().max() > 1:
-                raise ValueError(
-                    f"polarities[{level - 1}] reaches {rho.abs().max():.3g}: a polarity lies in [-1, 1] (Eq. 14)."
-                )
+                raise ValueError(f"`polarities[{level - 1}]` must lie in [-1, 1] (Eq. 14), got {rho.abs().max():.3g}")
         tree = cls(len(polarities), runs=runs, branching=branching, signed=False, root_polarity=root_polarity)
         tree.polarity = list(polarities)
         return tree
@@ -162,7 +160,7 @@ class HLTM:
             Levels 0 (root) to ``depth`` (leaves), each ``[runs, branching ** level, n]`` uint8.
         """
         if n < 1:
-            raise ValueError(f"n={n} must be at least 1.")
+            raise ValueError(f"`n` must be at least 1, got {n}")
         levels = [self.sample_root(n, generator) if root is None else root]
         draw = self._flips if self.states == 2 else self._jumps
         for offset in draw(n, generator):
@@ -209,7 +207,7 @@ class HLTM:
         if values == "+-1" and self.states == 2:
             return leaves.to(dtype).mul_(2).sub_(1)
         known = "'01', '+-1' or 'onehot'" if self.states == 2 else f"'onehot' (there are {self.states} states)"
-        raise ValueError(f"values={values!r} is not possible here: choose {known}.")
+        raise ValueError(f"`values` must be {known}, got {values!r}")
 
 
 class HLTMDataModule(SyntheticDataModule):

@@ -30,9 +30,9 @@ class GaussianMixture:
     ) -> None:
         for name, value in (("components", components), ("dim", dim), ("runs", runs)):
             if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
         if variance < 0:
-            raise ValueError(f"variance={variance} must be >= 0.")
+            raise ValueError(f"`variance` must not be negative, got {variance}")
         self.components, self.dim, self.variance, self.runs = components, dim, variance, runs
         generator = torch.Generator().manual_seed(seed)
         self.means = torch.randn(runs, components, dim, generator=generator)

@@ -23,9 +23,9 @@ def ring_population(size: int, receptive_field: int | None = None) -> Tensor:
         tensor([0., 1., 0., 0., 1.], dtype=torch.float64)
     """
     if size < 4:
-        raise ValueError(f"size={size} must be at least 4, or the two objects meet themselves on the ring.")
+        raise ValueError(f"`size` must be at least 4, or the two objects meet themselves on the ring, got {size}")
     if receptive_field is not None and not 1 <= receptive_field <= size:
-        raise ValueError(f"receptive_field={receptive_field} must lie between 1 and size={size}.")
+        raise ValueError(f"`receptive_field` must lie between 1 and size={size}, got {receptive_field}")
     eye = torch.eye(size, dtype=torch.float64)
     x = torch.stack([eye + eye.roll(gap, dims=1) for gap in (1, 2)])
     return x[..., :receptive_field]
