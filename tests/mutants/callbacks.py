@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant("callbacks/_engine/record.py", "handle.remove()", "pass", f"{ENGINE} -k hooks_stay"),
     # Views
-    Mutant(PAIR, "and 1 in ratios", "and False", PAIRS),
+    Mutant(PAIR, "(1 in ratios or not ratios)", "False", PAIRS),
     Mutant(PAIR, "if torch.equal(torch.cat(group), x):", "if False:", PAIRS),
     Mutant(PAIR, "SURE = 3.3", "SURE = -9.0", PAIRS),
     Mutant(PAIR, "APART = 2.0", "APART = -99.0", PAIRS),

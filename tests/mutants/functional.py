@@ -35,8 +35,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/losses.py",
-        "- logits[:, 0] + beta * r_pos).mean()",
-        "- logits[:, 0] - beta * r_pos).mean()",
+        "return (loss + beta * r_pos).mean()",
+        "return (loss - beta * r_pos).mean()",
         "tests/functional/test_losses.py",
     ),
     Mutant(
@@ -143,8 +143,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/geometry.py",
-        "x = x - x.mean(dim=0)\n    values",
-        "values",
+        "    if centre:\n",
+        "    if not centre:\n",
         "tests/functional/test_geometry.py",
     ),
     Mutant(
@@ -155,7 +155,7 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/geometry.py",
-        "vectors = vectors * vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()",
+        "directions = directions * directions.gather(0, directions.abs().argmax(dim=0, keepdim=True)).sign()",
         "pass",
         "tests/functional/test_geometry.py",
     ),
@@ -167,8 +167,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/moments.py",
-        "* math.sqrt(x.shape[1])\n    return correlation",
-        "* x.shape[1]\n    return correlation",
+        "+ (dim - rows)\n",
+        "\n",
         "tests/functional/test_moments.py",
     ),
     Mutant(
@@ -185,14 +185,14 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/moments.py",
-        "+ 2 * eps**4",
-        "+ 2 * eps**2",
+        "+ 2 * eps**4\n    return numerator / (probs.min()",
+        "+ 2 * eps**2\n    return numerator / (probs.min()",
         "tests/functional/test_moments.py",
     ),
     Mutant(
         "lightning_ssl/functional/moments.py",
-        "(1 - 4 * eps + eps**2) ** 2",
-        "(1 - 4 * eps + eps**2)",
+        "(probs.min() * (1 - 4 * eps + eps**2) ** 2)",
+        "(probs.min() * (1 - 4 * eps + eps**2))",
         "tests/functional/test_moments.py",
     ),
     Mutant(
