@@ -57,7 +57,10 @@ class Images(Dataset):
 
 
 class Clock:
-    """Times whole steps, and the hooks of the callbacks it wraps: Lightning's and those on the submodules."""
+    """Times whole steps, and the hooks of the callbacks it wraps.
+
+    What they record through hooks on the submodules is shared; it is in the difference of whole steps.
+    """
 
     def __init__(self, watched: list[L.Callback]) -> None:
         self.spent: dict[str, list[float]] = defaultdict(list)
@@ -69,9 +72,6 @@ class Clock:
             name = type(callback).__name__
             for hook in HOOKS:
                 setattr(callback, hook, self._timed(name, getattr(callback, hook)))
-            recorder = callback._recorder
-            recorder._before = lambda path, name=name, make=recorder._before: self._timed(name, make(path))
-            recorder._after = lambda path, name=name, make=recorder._after: self._timed(name, make(path))
 
     def _timed(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
