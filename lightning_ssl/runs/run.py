@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
 import time
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -217,7 +217,7 @@ class SaveRunConfig(SaveConfigCallback):
                 config.trainer.default_root_dir = None
             config.name = None
             # Options that are None are written, too; since 4.49 jsonargparse calls that otherwise.
-            known = inspect.signature(self.parser.save).parameters
-            keep = {"skip_none" if "skip_none" in known else "skip_unset": False}
+            renamed = tuple(int(part) for part in version("jsonargparse").split(".")[:2]) >= (4, 49)
+            keep = {"skip_unset" if renamed else "skip_none": False}
             self.parser.save(config, str(folder / self.config_filename), overwrite=True, **keep)
         self.already_saved = True

@@ -43,7 +43,7 @@ MUTANTS = [
         "lightning_ssl/metrics/knn.py",
         "self.num_classes, self.k, self.temperature)",
         "self.num_classes, self.k)",
-        "tests/metrics/test_metrics.py -k knn",
+        "tests/metrics/test_metrics.py -k votes",
     ),
     Mutant(
         "lightning_ssl/metrics/moments.py",
