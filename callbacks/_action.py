@@ -32,7 +32,7 @@ class PredictorAction(L.Callback):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(predictor=self.predictor)
+        return f"{type(self).__qualname__}{dict(predictor=self.predictor)}"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         refuse_sharded(trainer, self)

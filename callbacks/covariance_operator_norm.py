@@ -149,7 +149,7 @@ class CovarianceOperatorNorm(Watcher):
 
     @property
     def state_key(self) -> str:
-        return self._generate_state_key(encoder=self.encoder, output=self.output, name=self.name)
+        return f"{type(self).__qualname__}{dict(encoder=self.encoder, output=self.output, name=self.name)}"
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

@@ -56,7 +56,7 @@ class Diagnostic(L.Callback):
     @property
     def state_key(self) -> str:
         # Without the interval: a run may go on with another one.
-        return self._generate_state_key(places=self.places, name=self.name)
+        return f"{type(self).__qualname__}{dict(places=self.places, name=self.name)}"
 
     def warn(self, message: str, detail: object = "") -> None:
         """Warn on rank 0, once a run for each message, with the detail of its first time."""

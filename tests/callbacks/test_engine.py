@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -127,6 +128,27 @@ def test_no_hooks_stay_between_observations():
     assert seen[0] > 2 and seen[1:] == [0, 0, 2, 0, 0]
 
 
+def test_nothing_of_a_step_is_kept_when_it_is_over():
+    class Last(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            watched = observatory(trainer)
+            assert watched.batch is None and not watched._joined and watched._places is None
+
+    trainer([UniformityAlignment(every_n_steps=1), EffectiveRank(every_n_steps=1), Last()], max_steps=2).fit(
+        strangers.MeanLoss(), strangers.loader(strangers.Pairs(32))
+    )
+
+
+def test_what_leaves_a_place_is_seen_before_the_next_layer_changes_it():
+    module, history = strangers.MeanLoss(), History()
+    calls = tape(module.backbone[0][3])  # a ReLU that works in place follows
+    trainer([EffectiveRank("backbone.0.3", every_n_steps=9)], logger=history, max_steps=1).fit(
+        module, strangers.loader(strangers.Pairs(16))
+    )
+    rows = torch.cat([y.mean(dim=(2, 3)) for grad, _, y in calls if grad]).double()
+    assert history.series("train/effective_rank")[0] == pytest.approx(float(functional.effective_rank(rows)), rel=1e-5)
+
+
 def test_the_order_of_callbacks_does_not_matter():
     """What one callback runs through the module is not what another sees of the step."""
     values = []
@@ -172,9 +194,10 @@ def test_a_second_fit_warns_again():
             super().__init__()
             self.spare = torch.nn.Linear(2, 2)
 
+    callback = UniformityAlignment("spare", every_n_steps=1)
     for _ in range(2):
         with pytest.warns(UserWarning, match="'spare' was not called"):
-            trainer([UniformityAlignment("spare")], max_steps=2).fit(Bare(), strangers.loader(strangers.Pairs(32)))
+            trainer([callback], max_steps=2).fit(Bare(), strangers.loader(strangers.Pairs(32)))
 
 
 def test_a_part_that_was_called_is_named():
@@ -347,7 +370,7 @@ def test_somebodys_own_hooks_move_no_buffer_of_theirs():
     assert counts[0] == counts[1] == 4
 
 
-class Scaling(strangers.L.LightningDataModule):
+class Scaling(L.LightningDataModule):
     """Normalises on the device, and augments in training only, as many DataModules do."""
 
     num_classes = 4

@@ -44,7 +44,7 @@ MUTANTS = [
         "callbacks/watcher.py",
         "        observatory(trainer).end(self)\n        if self._values:",
         "        if self._values:",
-        f"{ENGINE} -k 'hooks_stay or share'",
+        f"{ENGINE} -k nothing_of_a_step",
     ),
     # What is recorded
     Mutant("callbacks/_engine/record.py", "_silent += 1", "pass", f"{ENGINE} -k order_of_callbacks"),
@@ -52,7 +52,7 @@ MUTANTS = [
         "callbacks/_engine/record.py",
         "return value.detach().clone()",
         "return value.detach()",
-        "tests/callbacks/test_values.py -k feature",
+        f"{ENGINE} -k next_layer",
     ),
     Mutant(
         "callbacks/_engine/record.py",
