@@ -107,6 +107,9 @@ class CollapseMonitor(Watcher):
         if patience < 1:
             raise ValueError(f"`patience` must be at least 1, got {patience}")
         self.complete, self.dimensional, self.patience, self.stop = complete, dimensional, patience, stop
+
+    def begin_run(self) -> None:
+        super().begin_run()
         self.verdict = self._announced = Verdict.HEALTHY
         self._baseline: float | None = None
         self._recent: list[tuple[int, float, float]] = []  # suspicion, std and rank of the last observations

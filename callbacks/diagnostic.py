@@ -42,10 +42,14 @@ class Diagnostic(L.Callback):
         self.places = dict(places)
         self.every_n_steps, self.every_n_epochs, self.name = every_n_steps, every_n_epochs, name
         self._label = name
+        self._warned: set[str] = set()
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget an earlier run: a callback may be used in several. What a checkpoint holds comes after this."""
         self._last_step: int | None = None
         self._last_epoch: int | None = None
         self._looks = 0  # observations of training so far
-        self._warned: set[str] = set()
 
     # Names ------------------------------------------------------------------------------------------------------------
 
@@ -79,6 +83,8 @@ class Diagnostic(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         refuse_sharded(trainer, self)
         self._warned.clear()
+        if stage == "fit" and trainer.global_step == 0:
+            self.begin_run()
         self._choose_label(trainer.callbacks)  # type: ignore[attr-defined]
         for argument, path in self.places.items():
             check_path(pl_module, path, argument)

@@ -126,6 +126,9 @@ class EigenspaceAlignment(Watcher):
             raise ValueError(f"`picture_every` must not be negative, got {picture_every}")
         self.predictor, self.previous, self.intercept = predictor, previous, intercept
         self.predictor_lr_scale, self.picture_every = predictor_lr_scale, picture_every
+
+    def begin_run(self) -> None:
+        super().begin_run()
         self._steps: list[int] = []
         self._spectra: list[Tensor] = []  # each [3, d]: s_j, p_j, cosines
 

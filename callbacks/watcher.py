@@ -98,12 +98,15 @@ class Watcher(Diagnostic):
             "train": Spec(features, argument, layout, declared, target),
             "held": Spec(features, argument, layout, aside, target),
         }
-        self._readings: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._due: int | None = None  # the step being watched
         self._pending = False
         self._values: dict[str, float] = {}
         self._evaluating = False
         self.folder: Path | None = None
+
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._readings: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     # What a subclass does ---------------------------------------------------------------------------------------------
 

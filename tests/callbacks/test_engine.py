@@ -200,6 +200,16 @@ def test_a_second_fit_warns_again():
             trainer([callback], max_steps=2).fit(Bare(), strangers.loader(strangers.Pairs(32)))
 
 
+def test_a_callback_used_in_a_second_run_starts_anew():
+    callbacks, seen = [UniformityAlignment(every_n_steps=3), CollapseMonitor(every_n_steps=1)], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        history = History()
+        trainer(callbacks, logger=history).fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(64)))
+        seen.append(history.rows)
+    assert seen[0] == seen[1] and len(seen[0]) > 3
+
+
 def test_a_part_that_was_called_is_named():
     class Wrapped(strangers.MeanLoss):
         def __init__(self):

@@ -125,7 +125,7 @@ def test_sharded_strategies_are_refused(name):
     for strategy in (FSDPStrategy.__new__(FSDPStrategy), type("DeepSpeedStrategy", (SingleDeviceStrategy,), {})):
         strategy = strategy.__new__(strategy) if isinstance(strategy, type) else strategy
         with pytest.raises(MisconfigurationException, match=rf"{name}.*use strategy='ddp'"):
-            callback.setup(SimpleNamespace(strategy=strategy, callbacks=[callback]), module, "fit")
+            callback.setup(SimpleNamespace(strategy=strategy, callbacks=[callback], global_step=0), module, "fit")
 
 
 class Identity(strangers.MeanLoss):
