@@ -120,7 +120,8 @@ TORCHGEO = [
         lambda: moco_task(1),
         "backbone",
         target="backbone_momentum",
-        declared={"target": "backbone_momentum"},
+        # The crops of noise are no closer than two samples: that the keys come in order has to be said.
+        declared={"target": "backbone_momentum", "pairing": "calls"},
         probed=_bands("backbone"),
         **_GEO,
     ),
@@ -130,6 +131,7 @@ TORCHGEO = [
         "projection_head",
         target="projection_head_momentum",
         declared={"target": "projection_head_momentum"},
+        value=False,
         **_GEO,
     ),
     Case(
