@@ -81,8 +81,7 @@ def fit(case: Case, built: Built, callbacks: list[Any], logger: Any = False, ran
     if ranks > 1:
         group = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": ranks, "MASTER_PORT": 29500}
         os.environ.update({key: str(value) for key, value in group.items()}, MASTER_ADDR="localhost")
-        strategy = "ddp" if case.ranks else "ddp_find_unused_parameters_true"
-        settings = {"devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+        settings = {"devices": ranks, "strategy": "ddp_find_unused_parameters_true", "use_distributed_sampler": False}
     run = trainer(case, callbacks, logger, **settings)
     torch.manual_seed(SEED + rank)
     run.fit(built.module, **loaders(case, built, rank, ranks))
