@@ -9,7 +9,6 @@ mean times :func:`rank_weight`.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -101,7 +100,7 @@ class RankError(RuntimeError):
 def exchange(
     value: Any, device: torch.device | None = None, problem: BaseException | None = None, group: Any = None
 ) -> list[Any]:
-    """Give every rank every rank's value: one exchange of sizes and one of bytes, whatever each of them holds.
+    """Give every rank every rank's value: shapes and plain data first, then the bytes of all tensors at once.
 
     Args:
         value: Tensors of any shape and type in nested dicts and lists, with plain Python data beside them.
@@ -127,19 +126,21 @@ def exchange(
         return [_put_back(plain, [x.to(device or x.device) for x in tensors])]
     device = device or torch.device("cpu")
     layout = [(x.dtype, tuple(x.shape)) for x in tensors]
-    head = pickle.dumps((plain, layout, None if problem is None else f"{problem}"))
-    body = [x.detach().to(device).contiguous().flatten().view(torch.uint8) for x in tensors if x.numel()]
-    message = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8).to(device), *body])
-    sizes = all_gather(torch.tensor([len(head), len(message)], device=device), group).tolist()
-    padded = torch.zeros(max(size for _, size in sizes), dtype=torch.uint8, device=device)
-    padded[: len(message)] = message
-    received = [_unpack(part, size) for part, (size, _) in zip(all_gather(padded, group), sizes, strict=True)]
-    words = {rank: error for rank, (_, error) in enumerate(received) if error is not None}
+    heads = gather_objects((plain, layout, None if problem is None else f"{problem}"), group)
+    words = {rank: error for rank, (_, _, error) in enumerate(heads) if error is not None}
     if words:
         one = next(iter(words.values()))
-        told = one if set(words.values()) == {one} and len(words) == len(received) else _by_rank(words)
+        told = one if set(words.values()) == {one} and len(words) == len(heads) else _by_rank(words)
         raise RankError(told) from problem
-    return [value for value, _ in received]
+    sizes = [sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout) for _, layout, _ in heads]
+    if not max(sizes):
+        return [_put_back(plain, _cut(torch.empty(0, device=device), layout)) for plain, layout, _ in heads]
+    message = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    body = [x.detach().to(device).contiguous().flatten().view(torch.uint8) for x in tensors if x.numel()]
+    if body:
+        message[: sizes[rank(group)]] = torch.cat(body)
+    parts = all_gather(message, group)
+    return [_put_back(plain, _cut(part, layout)) for part, (plain, layout, _) in zip(parts, heads, strict=True)]
 
 
 def all_gather(x: Tensor, group: Any = None) -> Tensor:
@@ -209,15 +210,16 @@ def _put_back(value: Any, tensors: list[Tensor]) -> Any:
     return [_put_back(item, tensors) for item in value] if isinstance(value, list) else value
 
 
-def _unpack(message: Tensor, head: int) -> tuple[Any, str | None]:
-    plain, layout, error = pickle.loads(message[:head].cpu().numpy().tobytes())
-    tensors, at = [], head
+def _cut(message: Tensor, layout: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
+    """The tensors whose bytes stand one after another in a message."""
+    tensors, at = [], 0
     for dtype, shape in layout:
         size = math.prod(shape) * dtype.itemsize
         # A copy of its own: a view of the buffer would have to start at a multiple of the item's size.
-        tensors.append(message[at : at + size].clone().view(dtype).view(shape))
+        part = message[at : at + size].clone().view(dtype) if size else message.new_empty(0, dtype=dtype)
+        tensors.append(part.view(shape))
         at += size
-    return _put_back(plain, tensors), error
+    return tensors
 
 
 def _by_rank(words: dict[int, str]) -> str:

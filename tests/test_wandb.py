@@ -13,10 +13,10 @@ import yaml
 from PIL import Image
 
 import lightning_ssl.callbacks
-from lightning_ssl import dashboard
 from lightning_ssl.callbacks import EigenspaceAlignment, LinearProbe
 from lightning_ssl.callbacks.wandb_setup import WandbSetup, evenly, summary_of, versions
 from lightning_ssl.quantities import declared
+from lightning_ssl.runs import dashboard
 from lightning_ssl.runs.cli import main
 from tests.wandb_reader import read_offline_run
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 LAYOUTS = ("NC", "NCL", "NCHW", "NCDHW", "NLC", "NHWC", "LNC")
 Layout = str | Callable[[Any], Tensor]
 
 # Modules whose outputs have the features on axis 1.
-_FIRST_KINDS = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_FIRST_KINDS = (*_CONVOLUTIONS, _BatchNorm, nn.GroupNorm)
 _POOLS = ("AvgPool", "MaxPool", "LPPool", "FractionalMaxPool", "Upsample", "PixelShuffle", "InstanceNorm")
 
 
@@ -36,7 +38,9 @@ def rows_of(x: Tensor, layout: str) -> Tensor:
     return (x if x.device.type == "mps" else x.double()).mean(dim=2)
 
 
-def settle(x: Tensor, seen: str | None, sizes: Collection[int], sequence_first: bool) -> str:
+def settle(
+    x: Tensor, seen: str | None, sizes: Collection[int], sequence_first: bool, entered: Tensor | None = None
+) -> str:
     """The layout of what left a place; a ValueError that names the argument where it is not certain.
 
     Args:
@@ -44,6 +48,7 @@ def settle(x: Tensor, seen: str | None, sizes: Collection[int], sequence_first: 
         seen: What the modules that made it say: a layout, or ``**C`` where only the last axis is known.
         sizes: Numbers of rows in the batch: multiples of one of them are samples.
         sequence_first: Whether some part of the module puts sequences first, as torch's own do by default.
+        entered: What entered it; an image has its samples first.
     """
     if x.ndim <= 2:
         return "NC"
@@ -55,15 +60,18 @@ def settle(x: Tensor, seen: str | None, sizes: Collection[int], sequence_first: 
     if "N" in seen:
         return seen
     names = {3: ("NLC", "LNC"), 4: ("NHWC",), 5: ("NDHWC",)}[x.ndim]
-    if not sequence_first or len(names) == 1:
+    if len(names) == 1:
         return names[0]
-    possible = [name for name in names if any(x.shape[name.index("N")] % size == 0 for size in sizes if size)]
-    if len(possible) != 1:
-        raise ValueError(
-            f"features of shape {tuple(x.shape)} left it, and parts of the module put sequences first: it cannot be "
-            f'told which axis is the samples\'; pass `layout="NLC"` or `layout="LNC"`'
-        )
-    return possible[0]
+    known = [size for size in sizes if size > 1]
+    possible = [name for name in names if any(x.shape[name.index("N")] % size == 0 for size in known)]
+    if len(possible) == 1:
+        return possible[0]
+    if not sequence_first and (not known or (entered is not None and entered.ndim > 3 and len(entered) == len(x))):
+        return "NLC"
+    raise ValueError(
+        f"features of shape {tuple(x.shape)} left it, and it cannot be told which axis is the samples'; pass "
+        '`layout="NLC"` or `layout="LNC"`'
+    )
 
 
 class Layouts:

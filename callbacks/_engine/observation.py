@@ -205,7 +205,7 @@ class Observatory:
             layout = spec.layout
             if layout is None:
                 sequences = puts_sequences_first(self._root)
-                layout = settle(x, call.layout, leading_sizes(self.batch), sequences)
+                layout = settle(x, call.layout, leading_sizes(self.batch), sequences, call.entered)
             elif len(layout) != x.ndim:
                 raise ValueError(f"`layout={layout!r}` has {len(layout)} axes, features have shape {tuple(x.shape)}")
             self._layouts[key] = layout

@@ -24,6 +24,7 @@ MOST_VIEWS = 16  # of one call that nobody declared
 SURE = 3.3  # standard deviations by which views of one sample must be closer than those of two; needs 4 samples
 APART = 2.0  # and by which one reading must beat the other
 SAMPLES = 256  # of a call that are compared
+WHOLE = ("whole", 0)  # what entered is a tensor of the batch as it is
 TARGET = ("target", 2)  # the score of an online network's rows with a target's
 
 
@@ -86,6 +87,8 @@ def gather_evidence(
     scores: dict[tuple[str, int], list[tuple[float, int]]] = {}
     if certain is None or certain[1] not in possible:
         certain = None
+        if any(t.shape == x.shape and torch.equal(t, x) for t in tensors_in(batch, floating=False)):
+            scores[WHOLE] = [(1.0, 1)]
         for parts in possible:
             for kind in ("blocked", "interleaved"):
                 scores[kind, parts] = _closeness(x, kind, parts)
@@ -186,6 +189,8 @@ def _parts_of_unequal(rows: Sequence[int], sizes: Sequence[int]) -> tuple[int, .
 
 def _choose(found: Sequence[Evidence], numbers: set[int], pairing: Any, views: int | None) -> tuple[str, int]:
     """Kind and number of views of a call."""
+    if views == 1:
+        return "calls", 1
     if pairing in ("blocked", "interleaved"):
         if len(numbers - {1}) != 1:
             raise ValueError(f"`pairing={pairing!r}` needs `views=`, the number of views of a sample")
@@ -204,7 +209,7 @@ def _choose(found: Sequence[Evidence], numbers: set[int], pairing: Any, views: i
         other = scores.get(("interleaved" if best[0] == "blocked" else "blocked", best[1]), 0.0)
         if scores[best] - other >= APART:
             return best
-    elif 1 in numbers and (best is None or scores[best] < APART):
+    elif 1 in numbers and (best is None or scores[best] < APART) and all(WHOLE in e.scores for e in found):
         return "calls", 1
     expected = views or min(n for n in numbers if n > 1)
     raise ValueError(

@@ -72,12 +72,15 @@ class Place:
     def views(self) -> list[Call]:
         """The calls that are views: with gradients, and, where it can be told, with a part in the loss.
 
-        A clean image that passes with gradients but without a part in the loss is not a view, if at least two calls
-        have one: with fewer, the other may be a branch whose gradient was stopped.
+        A clean image that passes with gradients but without a part in the loss is not a view. Where one call only has
+        a part, another of its shape may be a branch whose gradient was stopped.
         """
         calls = [call for call in self.calls if call.grad] or self._checkpointed()
         used = [call for call in calls if call.used]
-        return used if 2 <= len(used) < len(calls) else calls
+        if len(used) == 1 and used[0].left is not None:
+            shape = used[0].left.shape
+            return [call for call in calls if call.left is not None and call.left.shape == shape]
+        return used or calls
 
     def in_doubt(self) -> bool:
         """Whether some of three or more views may have no part in the loss, and it cannot be told which."""

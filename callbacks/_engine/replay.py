@@ -229,7 +229,13 @@ class Calls(NamedTuple):
         if encoder.target is not None and online == 1:
             calls = calls + [call for call in watched.places[encoder.target].calls if call.entered is not None]
         counts = [len(call.entered) for call in calls if call.entered is not None and call.entered.ndim]
-        return cls(calls, head, online, counts, [watched.rows_of(call, output) for call in head], step)
+        recorded = [watched.rows_of(call, output) for call in head]
+        if sum(len(rows) for rows in recorded) % counts[0] or len(counts) < len(calls):
+            raise ValueError(
+                f"{tuple(calls[0].entered.shape)} entered {encoder.path!r}: samples must be on the first axis there; "  # type: ignore[union-attr]
+                "name another `encoder=`, one that they enter before sequences are put first"
+            )
+        return cls(calls, head, online, counts, recorded, step)
 
     def evidence(self, batch: Any, declared: Declared) -> Evidence:
         entered = [call.entered for call in self.encoder]

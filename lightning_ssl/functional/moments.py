@@ -64,7 +64,7 @@ def correlation_matrix(x: Tensor, most: int | None = None) -> Tensor:
         most: How many features to show.
 
     Example:
-        >>> correlation_matrix(torch.eye(2))
+        >>> correlation_matrix(torch.eye(2)).round()
         tensor([[1., 0.],
                 [0., 1.]])
     """

@@ -68,7 +68,9 @@ def test_a_view_alone_is_one_view_whatever_else_is_in_the_batch():
     assert kind == "calls" and rows.shape == (64, 1)
     assert read([x], [torch.zeros(64)])[1].shape == (64, 1)
     assert read([x], None)[1].shape == (64, 1)
-    assert read([torch.randn(8, 12)], [torch.randn(8, 3), torch.zeros(4)])[1].shape == (8, 1)
+    few = torch.randn(8, 12)
+    assert read([few], [few.clone(), torch.zeros(4)])[1].shape == (8, 1)
+    assert read([BLOCKED], None, 1, "blocked")[1].shape == (64, 1)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_a_view_alone_is_one_view_whatever_else_is_in_the_batch():
     [
         ([torch.randn(64, 12)], [LABELS], None, None, 'pairing="interleaved"'),  # no view is like another
         ([torch.ones(64, 12)], [LABELS], None, None, "`views=2`"),
+        ([torch.randn(8, 12)], [torch.zeros(8), torch.zeros(4)], None, None, "`views=1` if each row is a sample"),
         ([torch.randn(64, 12)], [torch.zeros(24)], None, None, "cannot be samples of a batch"),
         ([torch.randn(49 * 4, 12)], [torch.zeros(4)], None, None, "cannot be samples of a batch"),
         ([torch.randn(8, 3)] * 3, [torch.zeros(8)], 2, None, "3 calls of 8, 8, 8 rows"),

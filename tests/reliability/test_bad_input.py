@@ -259,6 +259,11 @@ CALLS = {
     ),
     "same keys": (
         lambda _: fit(*(callbacks.EffectiveRank("projector", every_n_steps=n) for n in (3, 7))),
+        RuntimeError,  # Lightning's own, before anything runs: what a checkpoint keeps of them would be mixed up
+        "`callback.state_key` must be unique",
+    ),
+    "same names": (
+        lambda _: fit(*(callbacks.EffectiveRank(place, name="rank") for place in ("projector", "backbone"))),
         MisconfigurationException,
         "give each its own `name=`",
     ),

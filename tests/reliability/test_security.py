@@ -114,7 +114,6 @@ BAD = [
     ("pytorch-lightning", "2.6.2"),
     ("pytorch-lightning", "2.6.3"),
     ("torch", "2.5.1"),  # weights_only=True ran code: CVE-2025-32434
-    ("torch", "2.9.1"),  # weights_only=True corrupted memory: CVE-2026-24747
     ("pillow", "10.2.0"),  # a buffer overflow: CVE-2024-28219
 ]
 
