@@ -57,6 +57,7 @@ class CorrelationBound(Watcher):
             "generalisation bound",
             "An indicator that falls as nearest-neighbour accuracy rises; no guarantee.",
             better="lower",
+            best=True,
         ),
     )
 

@@ -50,6 +50,7 @@ class KNNProbe(Probe):
             "learning",
             better="higher",
             form="{:.1%}",
+            best=True,
             headline=True,
         ),
         Quantity(
@@ -59,6 +60,7 @@ class KNNProbe(Probe):
             "learning",
             better="higher",
             form="{:.1%}",
+            best=True,
         ),
     )
 

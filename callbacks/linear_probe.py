@@ -46,6 +46,7 @@ class LinearProbe(Probe):
             "learning",
             better="higher",
             form="{:.1%}",
+            best=True,
             headline=True,
         ),
         Quantity(
@@ -55,6 +56,7 @@ class LinearProbe(Probe):
             "learning",
             better="higher",
             form="{:.1%}",
+            best=True,
         ),
     )
 

@@ -22,12 +22,9 @@ STEP = "trainer/global_step"  # WandbLogger's x-axis
 
 
 def summary_of(key: str, quantities: Iterable[Quantity]) -> str | None:
-    """The summary a metric deserves: the best of what has a better way; None leaves W&B's own, the last value.
-
-    The geometry of features has no best value over a run, whichever way is better: a collapse would be one.
-    """
+    """The summary a metric deserves: its best value, where that means something; None leaves W&B's own, the last."""
     quantity = find(key, quantities)
-    if quantity is None or quantity.section != "learning":
+    if quantity is None or not quantity.best:
         return None
     return {"higher": "max", "lower": "min", "": None}[quantity.better]
 

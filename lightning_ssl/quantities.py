@@ -30,6 +30,7 @@ class Quantity:
         unit: Its unit; empty for a plain number.
         form: How it is printed.
         headline: Whether the summary at the end of a run shows it.
+        best: Whether its best value over a run means something; of a geometry it does not, a collapse may be "best".
     """
 
     key: str
@@ -41,6 +42,7 @@ class Quantity:
     unit: str = ""
     form: str = "{:.3g}"
     headline: bool = False
+    best: bool = False
 
     def matches(self, key: str) -> bool:
         """Whether a logged key is this quantity's, whatever the instance's name in it.
@@ -62,8 +64,9 @@ LOSSES = (
         better="lower",
         form="{:.3f}",
         headline=True,
+        best=True,
     ),
-    Quantity("*/*_loss", "a part of the loss", "One of the terms that are minimised.", "learning", better="lower"),
+    Quantity("*/*_loss", "a part of the loss", "One of the terms that are minimised.", "learning", "lower", best=True),
 )
 
 
