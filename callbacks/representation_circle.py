@@ -19,10 +19,11 @@ from lightning_ssl.quantities import Quantity
 
 
 class RepresentationCircle(Watcher):
-    r"""Draws the features of a batch on the unit circle: PCA to two dimensions, then normalisation (RAFT Fig. 5).
+    r"""Draws the features of a batch on the unit circle: their two leading directions, normalised (RAFT Fig. 5).
 
     The ring shows the density over angles, the chords join the two views of a sample: aligned features have short
-    chords, uniform ones an even ring. ``circle/explained_variance``, the share of variance in the plane, is logged.
+    chords, uniform ones an even ring, collapsed ones are one point. ``circle/explained_variance``, the share of the
+    features' mean square in the plane, is logged.
 
     Args:
         features: Dotted path of the submodule whose outputs are the features.
