@@ -204,12 +204,12 @@ def check(seed: int) -> None:
     assert not problems, "\n".join([repr(draw), *problems, "warnings:", *ours(watched)])
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(40))
 def test_no_silent_wrong_number(seed):
     check(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 2000))
+@pytest.mark.parametrize("seed", [*range(40, 150), *range(1000, 1500)])
 def test_no_silent_wrong_number_in_many_draws(seed):
     check(seed)

@@ -51,6 +51,7 @@ def compared(case: Any, rank: int = 0, ranks: int = 1) -> list[str]:
     return differing(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", parametrized(list(CASES.values())))
 def test_undisturbed(name):
