@@ -40,7 +40,7 @@ class ReducedMetric(Metric):
         if not int(count):
             raise ValueError(f"{type(self).__name__} has seen no rows on any rank; call `update` before `compute`")
 
-    def _sync_dist(self, dist_sync_fn: Callable | None = None, process_group: Any | None = None) -> None:
+    def _sync_dist(self, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None) -> None:
         """Rows cross in one exchange, with the shapes of the sums; then each sum is reduced."""
         rows = {name: self._rows(name) for name, how in self._reductions.items() if how is dim_zero_cat}
         sums = {name: getattr(self, name) for name, how in self._reductions.items() if how is not dim_zero_cat}

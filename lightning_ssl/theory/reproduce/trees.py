@@ -294,13 +294,13 @@ def covop_growth(run: Run) -> Report:
         )
 
     claims = []
-    for figure, names in NODES.items():
-        for factor, values in FACTORS.items():
+    for figure, nodes in NODES.items():
+        for factor, levels in FACTORS.items():
             keys = []
-            for value in values:
+            for value in levels:
                 setting = {**BASE, factor: value}
                 spot = int(setting["depth"]), int(setting["units"]), float(setting["lower"])
-                keys += [(*spot, name) for name in names if (*spot, name) in outcome]
+                keys += [(*spot, name) for name in nodes if (*spot, name) in outcome]
             failed = [k for k in keys if not (outcome[k][0] and outcome[k][1] <= 0.05)]
             which = (
                 "; not: " + ", ".join(f"depth {d} N={u} U[{low},1] {n}" for d, u, low, n in failed) if failed else ""
@@ -323,8 +323,9 @@ def covop_growth(run: Run) -> Report:
                 for value in values:
                     setting = {**BASE, factor: value}
                     spot = int(setting["depth"]), int(setting["units"]), float(setting["lower"])
-                    if (*spot, name) in norms:
-                        axis.plot(norms[(*spot, name)].quantile(0.5, dim=1), label=f"{factor} {value}")
+                    curve = (*spot, name)
+                    if curve in norms:
+                        axis.plot(norms[curve].quantile(0.5, dim=1), label=f"{factor} {value}")
                 axis.set(title=f"{name}, median of {seeds}")
                 axis.legend(fontsize=6)
 
