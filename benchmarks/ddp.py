@@ -97,7 +97,8 @@ def run(tiny: bool = False) -> Section:
     arguments = ("small_conv", 8, 3) if tiny else ("resnet18", 32, 4)
     single, double = fit(1, False, *arguments), fit(2, False, *arguments)
     watched = fit(2, True, *arguments)
-    assert len(watched["waited"]) == len(watchers()), watched  # each of them met the other rank
+    # Those that watch one place share an exchange, which is charged to the first of them.
+    assert {"UniformityAlignment", "EigenspaceAlignment", "CovarianceOperatorNorm"} <= watched["waited"].keys(), watched
     rows = []
     for clock in ("cpu", "wall"):
         one, two = statistics.median(single[clock]), statistics.median(double[clock])
@@ -108,7 +109,7 @@ def run(tiny: bool = False) -> Section:
     total = 0.0
     for callback in watchers():
         name = type(callback).__name__
-        each = sum(watched["waited"][name]) / arguments[2]
+        each = sum(watched["waited"].get(name, [])) / arguments[2]
         share = each / (callback.every_n_steps * two)
         total += share
         rows.append(Row(f"{name}'s collectives", "a step", f"{1e3 * each:.3g} ms", f"{two:.2f} s", f"{share:.4%}"))
