@@ -34,6 +34,9 @@ def test_calls_are_views_and_are_not_questioned():
     same = torch.ones(4, 3)  # a collapsed run is still measured
     assert read([same, same], [torch.zeros(4)])[0] == "calls"
     assert read([same, same, same], None)[1].shape == (4, 3)
+    # Even where each call looks as if it held two views, and some tensor has half its rows.
+    kind, rows = read([BLOCKED, BLOCKED], [torch.zeros(64), LABELS])
+    assert kind == "calls" and rows.shape == (64, 2)
 
 
 @pytest.mark.parametrize(("x", "kind"), [(BLOCKED, "blocked"), (INTERLEAVED, "interleaved")])

@@ -62,8 +62,8 @@ MUTANTS = [
     ),
     Mutant(
         "callbacks/_engine/record.py",
-        "if 2 <= len(used) < len(calls)",
-        "if False",
+        "return used or calls",
+        "return calls",
         "tests/foreign/test_values.py -k clean",
     ),
     Mutant("callbacks/_engine/record.py", "handle.remove()", "pass", f"{ENGINE} -k hooks_stay"),
@@ -127,13 +127,13 @@ MUTANTS = [
         "callbacks/_engine/layout.py",
         'return "NLC" if module.batch_first else "LNC"',
         'return "NLC"',
-        "tests/foreign/test_values.py -k lstm",
+        "tests/foreign/test_values.py -k recurrent",
     ),
     Mutant(
         "callbacks/_engine/layout.py",
         'return {3: "NCL", 4: "NCHW", 5: "NCDHW"}.get(x.ndim)',
         "return None",
-        "tests/foreign/test_values.py -k conv1d",
+        "tests/foreign/test_values.py -k series",
     ),
     # Probes
     Mutant("callbacks/probe.py", "trainer.state.stage = type(stage).VALIDATING", "pass", f"{ENGINE} -k transfer_hooks"),
