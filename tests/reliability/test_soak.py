@@ -103,11 +103,16 @@ def test_memory_and_open_files_stay_level(tmp_path):
 
 def test_an_observed_graph_is_let_go():
     """Tensor hooks that hold what holds their graph are never freed: 0.1 MB an observation, of a tiny network."""
+
+    def tapes():
+        gc.collect()
+        return [thing for thing in gc.get_objects() if type(thing).__name__ == "Tape"]
+
+    before = tapes()  # an earlier test's, held by the traceback of an error it expected
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))
     for exact in (False, True):
         functional.covariance_operator_norms(model, [torch.randn(8, 6), torch.randn(8, 6)], directions=2, exact=exact)
-    gc.collect()
-    assert not [thing for thing in gc.get_objects() if type(thing).__name__ == "Tape"]
+    assert len(tapes()) <= len(before)
 
 
 def hooks(module):
