@@ -26,6 +26,11 @@ class Diagnostic(L.Callback):
         every_n_steps: Look at every n-th step, the first included.
         every_n_epochs: Look once every n epochs.
         name: Keeps the keys of several instances apart: ``train/<name>/...``.
+
+    Example:
+        >>> class WeightNorm(Diagnostic):  # a base of one's own for what reads weights; for features: Watcher, Probe
+        ...     quantities = (Quantity("train/weight_norm", "norm of the weights", "Weight decay pulls it down."),)
+        >>> watch = WeightNorm({"predictor": "predictor"}, every_n_steps=100, every_n_epochs=None, name=None)
     """
 
     quantities: ClassVar[tuple[Quantity, ...]] = ()

@@ -31,6 +31,9 @@ class DirectPredictor(PredictorAction):
         shift: The constant c of Table 7, relative to the largest eigenvalue.
         partitions: 0. Random partitions make the predictor depend on the features, and a callback cannot change what a
             module's own linear layer computes: use the method :class:`lightning_ssl.methods.DirectPred` for them.
+
+    Example:
+        >>> action = DirectPredictor("predictor", rho=0.3, freq=5)
     """
 
     def __init__(

@@ -23,6 +23,9 @@ class PredictorReset(PredictorAction):
         init: "default" (each layer's own), "identity" (one square linear layer), "uniform" or "positive".
         init_range: The range of "uniform", [-r, r], and of "positive", [0, r].
         seed: Seed of the draws.
+
+    Example:
+        >>> action = PredictorReset("predictor", every_n_epochs=10, init="identity")
     """
 
     def __init__(

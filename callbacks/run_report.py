@@ -24,7 +24,7 @@ class RunReport(L.Callback):
     gets its report, too. Put it last in the list of callbacks.
 
     Args:
-        html: write the page; the summary is printed in any case.
+        html: Write the page; the summary is printed in any case.
 
     Example:
         >>> report = RunReport(html=False)

@@ -17,6 +17,9 @@ class SymmetricPredictor(PredictorAction):
 
     Args:
         predictor: Dotted path of a predictor with one square linear layer.
+
+    Example:
+        >>> action = SymmetricPredictor("predictor")
     """
 
     def __init__(self, predictor: str = "predictor") -> None:

@@ -41,9 +41,9 @@ class WandbSetup(L.Callback):
     Put it behind the callbacks that log.
 
     Args:
-        spectra: log the table and the series.
-        observations: at most so many steps are in the table, evenly spread; the last always is.
-        modes: at most so many modes of each step are in the table, evenly spread.
+        spectra: Log the table and the series.
+        observations: At most so many steps are in the table, evenly spread; the last always is.
+        modes: At most so many modes of each step are in the table, evenly spread.
 
     Example:
         >>> setup = WandbSetup(spectra=False)

@@ -31,6 +31,11 @@ class Quantity:
         form: How it is printed.
         headline: Whether the summary at the end of a run shows it.
         best: Whether its best value over a run means something; of a geometry it does not, a collapse may be "best".
+
+    Example:
+        >>> median = Quantity("*/median_norm", "median feature norm", "Falls towards 0 when weight decay is too strong.")
+        >>> median.matches("train/median_norm")
+        True
     """
 
     key: str

@@ -2,7 +2,9 @@
 
 import doctest
 import importlib
+import inspect
 import pkgutil
+import re
 import warnings
 
 import lightning.pytorch as L
@@ -27,6 +29,22 @@ def test_examples_run(name, tmp_path, monkeypatch):
     assert result.failed == 0
     if name.startswith(SHOWN) and not name.endswith(TOOLS):
         assert result.attempted > 0, "a public module shows its use"
+
+
+EXPORTED = [
+    (package, name)
+    for package in ("functional", "metrics", "nn", "methods", "data", "callbacks")
+    for name, thing in vars(importlib.import_module(f"lightning_ssl.{package}")).items()
+    if inspect.isclass(thing) and not name.startswith("_") and not issubclass(thing, tuple | Exception)
+]
+
+
+@pytest.mark.parametrize(("package", "name"), EXPORTED)
+def test_a_public_class_has_an_example_and_arguments_in_sentences(package, name):
+    text = inspect.cleandoc(vars(importlib.import_module(f"lightning_ssl.{package}"))[name].__doc__)
+    assert ">>>" in text
+    arguments = re.findall(r"^ {4}\w+: (\w+)", text.partition("Args:\n")[2].partition("\n\n")[0], re.M)
+    assert not [word for word in arguments if word[0].islower() and "_" not in word], "capitals, as in a sentence"
 
 
 @pytest.mark.parametrize("category", [DeprecationWarning, FutureWarning, RuntimeWarning, PendingDeprecationWarning])

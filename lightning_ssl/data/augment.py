@@ -39,6 +39,10 @@ class Augmentation:
         blur_kernel: Side of its kernel as a fraction of the image's (made odd, at least 3).
         solarize: Probability of inverting the bright pixels.
         solarize_threshold: From where on a pixel is bright, in [0, 1].
+
+    Example:
+        >>> Augmentation(blur=0.5, solarize=0.2).flip
+        0.5
     """
 
     crop: bool = True
@@ -149,7 +153,7 @@ class Plan(NamedTuple):
     Attributes:
         rows: Which image comes where, [B].
         places: Where each image comes, [B].
-        box: top, left, height, width and flip, [5, B]; None if the images are cropped and mirrored already.
+        box: Top, left, height, width and flip, [5, B]; None if the images are cropped and mirrored already.
         steps: Factors of the three steps of colour jitter other than hue (see `transforms.blend_`), [3, 3, B].
         hue: Turn of the hue, [B].
         hue_ends: Ends of the groups whose hue turns before step 0, 1, 2 and after step 2; the rest keep their colours.

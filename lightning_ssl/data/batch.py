@@ -19,6 +19,12 @@ class ViewBatch(NamedTuple):
         label: Classes, [B]; -1 where a sample has none (the unlabelled part of STL-10).
         index: Positions in the dataset, [B].
         image: The clean, normalised image, [B, 3, H, W], or None unless asked for.
+
+    Example:
+        >>> x = torch.rand(4, 3, 8, 8)
+        >>> batch = ViewBatch((x, x.flip(-1)), torch.arange(4), torch.arange(4))
+        >>> len(batch.views)
+        2
     """
 
     views: tuple[Tensor, ...]
@@ -28,7 +34,12 @@ class ViewBatch(NamedTuple):
 
 
 class ProbeBatch(NamedTuple):
-    """Clean, normalised images [B, 3, H, W] with their classes [B] and positions in the split [B]."""
+    """Clean, normalised images [B, 3, H, W] with their classes [B] and positions in the split [B].
+
+    Example:
+        >>> batch = ProbeBatch(torch.rand(4, 3, 8, 8), torch.arange(4), torch.arange(4))
+        >>> image, label, index = batch
+    """
 
     image: Tensor
     label: Tensor

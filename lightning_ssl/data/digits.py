@@ -31,6 +31,10 @@ class Nuisance:
         rotate: Largest turn either way, in degrees.
         foreground: Range of the digit's colour, in each channel.
         background: Range of the colour behind it, in each channel.
+
+    Example:
+        >>> Nuisance(rotate=0.0).scale
+        (0.7, 1.0)
     """
 
     translate: float = 0.15

@@ -111,11 +111,11 @@ class Tape:
     """One forward pass of a batch that can be played back along any output direction.
 
     Args:
-        model: maps the batch to ``[n, n_L]``; to be called inside `as_found`.
-        layers: the watched layers by name.
+        model: Maps the batch to ``[n, n_L]``; to be called inside `as_found`.
+        layers: The watched layers by name.
         batch: ``[n, ...]``.
-        filters: given a layer's name and input, what to keep of the input.
-        contract: given a name, what was kept and the pre-activation gradient of one call, the layer's rows; a layer
+        filters: Given a layer's name and input, what to keep of the input.
+        contract: Given a name, what was kept and the pre-activation gradient of one call, the layer's rows; a layer
             called several times (shared weights) adds up.
     """
 

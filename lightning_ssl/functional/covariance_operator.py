@@ -50,9 +50,9 @@ def covariance_operator(jacobians: Tensor, weight: Tensor | None = None, unbiase
 
     Args:
         jacobians: K, ``[N, V, P, n_L]``, V >= 2 with `unbiased`.
-        weight: pair weights, ``[N, N]``, symmetric; `pair_weight` of the un-augmented samples' distances gives those
+        weight: Pair weights, ``[N, N]``, symmetric; `pair_weight` of the un-augmented samples' distances gives those
             of Theorem 4. None: all 1, Theorem 3.
-        unbiased: whether samples and views are draws.
+        unbiased: Whether samples and views are draws.
 
     Example:
         >>> k = torch.tensor([[[1.0], [3.0]], [[-1.0], [-3.0]]]).view(2, 2, 1, 1)
@@ -95,18 +95,18 @@ def covariance_operator_norms(
     depend on `seed` and the layers' names only, so that a curve over training shows the network and not the dice.
 
     Args:
-        model: maps a batch to outputs ``[N, n_L]``, every sample on its own (in eval mode).
-        views: two or more batches of the same samples, in the same order, each augmented anew.
-        layers: dotted names of Linear or Conv layers; default: all that the model calls.
-        directions: output directions to follow, the cost of the estimate; from n_L on, all are.
-        principal: how many of them are the outputs' principal directions, by default five eighths. The others, never
+        model: Maps a batch to outputs ``[N, n_L]``, every sample on its own (in eval mode).
+        views: Two or more batches of the same samples, in the same order, each augmented anew.
+        layers: Dotted names of Linear or Conv layers; default: all that the model calls.
+        directions: Output directions to follow, the cost of the estimate; from n_L on, all are.
+        principal: How many of them are the outputs' principal directions, by default five eighths. The others, never
             fewer than 2, are random ones that stand for all the rest.
-        exact: follow all directions and build all rows; for small networks and batches.
-        weight: pair weights of Theorem 4: ``[N, N]``, or a function of the distances r of the samples' mean outputs
+        exact: Follow all directions and build all rows; for small networks and batches.
+        weight: Pair weights of Theorem 4: ``[N, N]``, or a function of the distances r of the samples' mean outputs
             over views, such as ``partial(pair_weight, loss="nce", tau=0.5)``; pass the matrix to take r from
             un-augmented samples.
-        seed: fixes every random choice.
-        unbiased: as in `covariance_operator`; False if `views` lists all augmentations there are.
+        seed: Fixes every random choice.
+        unbiased: As in `covariance_operator`; False if `views` lists all augmentations there are.
 
     Returns:
         `CovarianceOperatorNorms` by layer name.

@@ -15,11 +15,11 @@ class CovarianceOperatorNorms(NamedTuple):
 
     Attributes:
         inter_norm: Frobenius norm of VE.
-        inter_trace: trace of VE.
-        inter_top: leading eigenvalue of VE.
+        inter_trace: Trace of VE.
+        inter_top: Leading eigenvalue of VE.
         intra_norm: Frobenius norm of EV.
-        intra_trace: trace of EV.
-        relative_error: estimated relative standard error of `inter_norm`, at most 1; 0 where it is exact.
+        intra_trace: Trace of EV.
+        relative_error: Estimated relative standard error of `inter_norm`, at most 1; 0 where it is exact.
     """
 
     inter_norm: Tensor

@@ -25,9 +25,9 @@ def alignment(x: Tensor, y: Tensor, alpha: float = 2.0) -> Tensor:
     The definition sums over coordinates; the values printed in the RAFT paper are per coordinate, smaller by d.
 
     Args:
-        x: features of the first view, ``[N, d]``; rows are scaled to unit length.
-        y: features of the second view of the same samples, ``[N, d]``.
-        alpha: the exponent.
+        x: Features of the first view, ``[N, d]``; rows are scaled to unit length.
+        y: Features of the second view of the same samples, ``[N, d]``.
+        alpha: The exponent.
 
     Example:
         >>> alignment(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 3.0]]))
@@ -51,8 +51,8 @@ def uniformity(x: Tensor, t: float = 2.0) -> Tensor:
     Memory is bounded for any N, in the backward pass too: similarities are made block by block.
 
     Args:
-        x: features, ``[N, d]`` with N >= 2; rows are scaled to unit length.
-        t: the kernel's inverse width.
+        x: Features, ``[N, d]`` with N >= 2; rows are scaled to unit length.
+        t: The kernel's inverse width.
 
     Example:
         >>> uniformity(torch.tensor([[1.0, 0.0], [-2.0, 0.0]]))
@@ -127,7 +127,7 @@ def effective_rank(x: Tensor) -> Tensor:
     Between 1 (all rows on one line through the origin) and min(N, d) (equal singular values).
 
     Args:
-        x: features, ``[N, d]``, not centred.
+        x: Features, ``[N, d]``, not centred.
 
     Example:
         >>> effective_rank(torch.eye(3))
@@ -154,8 +154,8 @@ def principal_plane(x: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:
     The cost is that of the smaller of the two Gram matrices, min(N, d) squared.
 
     Args:
-        x: features, ``[N, d]`` with N, d >= 2; rows are scaled to unit length.
-        centre: subtract the mean of the scaled rows first (principal component analysis proper).
+        x: Features, ``[N, d]`` with N, d >= 2; rows are scaled to unit length.
+        centre: Subtract the mean of the scaled rows first (principal component analysis proper).
 
     Returns:
         Coordinates ``[N, 2]``, and the share that the plane holds of the rows' mean square (with `centre`, of their

@@ -17,8 +17,8 @@ def squared_distance(x: Tensor, y: Tensor) -> Tensor:
     r"""Half the squared distance of each pair of rows, :math:`r = \frac12 \|x - y\|^2` (DDN-v2 Sec. 3).
 
     Args:
-        x: rows, ``[..., d]``.
-        y: rows, ``[..., d]``; leading dimensions broadcast.
+        x: Rows, ``[..., d]``.
+        y: Rows, ``[..., d]``; leading dimensions broadcast.
 
     Returns:
         r, ``[...]``.
@@ -36,9 +36,9 @@ def simple_contrastive_loss(r_pos: Tensor, r_neg: Tensor, beta: float = 0.0) -> 
     r"""The simple contrastive loss :math:`(1 + \beta) r_+ - r_-` (DDN-v2 Sec. 4, Corollary 1), mean over the batch.
 
     Args:
-        r_pos: distances of the positive pairs, ``[N]``.
-        r_neg: distances of the negative pairs, ``[N]`` or ``[N, H]`` (mean over H).
-        beta: the weight of the intra-augmentation operator; the derivatives sum to `beta`.
+        r_pos: Distances of the positive pairs, ``[N]``.
+        r_neg: Distances of the negative pairs, ``[N]`` or ``[N, H]`` (mean over H).
+        beta: The weight of the intra-augmentation operator; the derivatives sum to `beta`.
 
     Example:
         >>> simple_contrastive_loss(torch.tensor([1.0]), torch.tensor([[2.0, 4.0]]), beta=0.5)
@@ -52,10 +52,10 @@ def soft_triplet_loss(r_pos: Tensor, r_neg: Tensor, margin: float, tau: float) -
     r"""The soft triplet loss :math:`\tau \log(1 + e^{(r_+ - r_- + r_0)/\tau})` (DDN-v2 Sec. 4), mean over all pairs.
 
     Args:
-        r_pos: distances of the positive pairs, ``[N]``.
-        r_neg: distances of the negative pairs, ``[N]`` or ``[N, H]`` (mean over H).
+        r_pos: Distances of the positive pairs, ``[N]``.
+        r_neg: Distances of the negative pairs, ``[N]`` or ``[N, H]`` (mean over H).
         margin: :math:`r_0 \ge 0`.
-        tau: temperature; towards 0 this is the hinge :math:`\max(r_+ - r_- + r_0, 0)`.
+        tau: Temperature; towards 0 this is the hinge :math:`\max(r_+ - r_- + r_0, 0)`.
 
     Example:
         >>> soft_triplet_loss(torch.tensor([1.0]), torch.tensor([1.0]), margin=0.0, tau=1.0)
@@ -79,10 +79,10 @@ def info_nce_loss(
     On rows of unit length this is the cosine NT-Xent loss of SimCLR.
 
     Args:
-        r_pos: distances of the positive pairs, ``[N]``.
-        r_neg: distances of the negative pairs, ``[N]`` or ``[N, H]``.
-        tau: temperature.
-        beta: what the derivatives with respect to all distances sum to (Sec. 4.2), in the form "text".
+        r_pos: Distances of the positive pairs, ``[N]``.
+        r_neg: Distances of the negative pairs, ``[N]`` or ``[N, H]``.
+        tau: Temperature.
+        beta: What the derivatives with respect to all distances sum to (Sec. 4.2), in the form "text".
         beta_form: "text" or "table".
 
     Example:
@@ -108,11 +108,11 @@ def pair_weight(r: Tensor, loss: ContrastiveLoss, tau: float = 0.5, margin: floa
     :math:`\xi_k = \frac1\tau e^{-r_k/\tau} / (1 + \sum_j e^{-r_j/\tau})` (Eq. 80 with its missing factor).
 
     Args:
-        r: distances of un-augmented samples, any shape; ``[N, H]`` with `joint`.
+        r: Distances of un-augmented samples, any shape; ``[N, H]`` with `joint`.
         loss: "simple", "triplet" or "nce".
-        tau: temperature.
-        margin: the triplet loss's :math:`r_0`.
-        joint: normalise over all negatives of a sample ("nce" only).
+        tau: Temperature.
+        margin: The triplet loss's :math:`r_0`.
+        joint: Normalise over all negatives of a sample ("nce" only).
 
     Example:
         >>> pair_weight(torch.tensor([0.0, 1.0]), "nce", tau=0.5)
@@ -147,13 +147,13 @@ def exact_contrastive_loss(
     .. math:: \sum_k \mathrm{sg}(\xi(r_k)) (r_+ - r_{k-})
 
     Args:
-        r_pos: distances of the positive pairs, ``[N]``.
-        r_neg: distances of the negative pairs, ``[N]`` or ``[N, H]``.
-        r_clean: distances of the same negative pairs before augmentation, shaped as `r_neg`; no gradient flows here.
-        loss: whose :math:`\xi`: "simple", "triplet" or "nce".
-        tau: temperature.
-        margin: the triplet loss's :math:`r_0`.
-        joint: normalise "nce" weights over all negatives of a sample, see :func:`pair_weight`.
+        r_pos: Distances of the positive pairs, ``[N]``.
+        r_neg: Distances of the negative pairs, ``[N]`` or ``[N, H]``.
+        r_clean: Distances of the same negative pairs before augmentation, shaped as `r_neg`; no gradient flows here.
+        loss: Whose :math:`\xi`: "simple", "triplet" or "nce".
+        tau: Temperature.
+        margin: The triplet loss's :math:`r_0`.
+        joint: Normalise "nce" weights over all negatives of a sample, see :func:`pair_weight`.
 
     Returns:
         The mean over the batch, a scalar.
@@ -173,8 +173,8 @@ def cross_model_loss(p: Tensor, z: Tensor) -> Tensor:
     r"""The mean of :math:`\|\hat p - \hat z\|^2 = 2 - 2 \cos(p, z)` over pairs of rows (RAFT Sec. 2).
 
     Args:
-        p: outputs of one branch, ``[N, d]``.
-        z: outputs of the other, ``[N, d]``; detach it where the method stops the gradient.
+        p: Outputs of one branch, ``[N, d]``.
+        z: Outputs of the other, ``[N, d]``; detach it where the method stops the gradient.
 
     Example:
         >>> cross_model_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
@@ -188,8 +188,8 @@ def byol_loss(p: Tensor, z: Tensor) -> Tensor:
     """BYOL's loss for one order of the views: :func:`cross_model_loss` of a prediction and a fixed target.
 
     Args:
-        p: predictions of the online network, ``[N, d]``.
-        z: projections of the target network, ``[N, d]``; no gradient flows here.
+        p: Predictions of the online network, ``[N, d]``.
+        z: Projections of the target network, ``[N, d]``; no gradient flows here.
 
     Example:
         >>> byol_loss(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 2.0]])).abs() < 1e-6
@@ -205,9 +205,9 @@ def barlow_twins_loss(z1: Tensor, z2: Tensor, lambd: float = 5e-3) -> Tensor:
     as in batch normalisation, with its epsilon of 1e-5).
 
     Args:
-        z1: features of the first view, ``[N, d]`` with N > 1.
-        z2: features of the second view, ``[N, d]``.
-        lambd: the weight of the off-diagonal terms.
+        z1: Features of the first view, ``[N, d]`` with N > 1.
+        z2: Features of the second view, ``[N, d]``.
+        lambd: The weight of the off-diagonal terms.
 
     Example:
         >>> z = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])

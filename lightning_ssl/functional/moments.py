@@ -16,7 +16,7 @@ def second_moment(x: Tensor) -> Tensor:
     r"""The uncentred second moment :math:`E[x x^T]`: F of DirectPred (Eq. 19), Lambda of Bound.
 
     Args:
-        x: features, ``[N, d]``.
+        x: Features, ``[N, d]``.
 
     Returns:
         A symmetric matrix, ``[d, d]``.
@@ -38,8 +38,8 @@ def correlation_loss(x: Tensor, unbiased: bool = False) -> Tensor:
     :math:`(d^2 - \|\Lambda\|_F^2) / N` in the mean; `unbiased` takes that away. Costs min(N, d) N d.
 
     Args:
-        x: features, ``[N, d]``; rows are rescaled.
-        unbiased: correct for the size of the batch (N >= 2).
+        x: Features, ``[N, d]``; rows are rescaled.
+        unbiased: Correct for the size of the batch (N >= 2).
 
     Example:
         >>> correlation_loss(torch.eye(4))
@@ -87,9 +87,9 @@ def generalization_bound(l_cor: Tensor, dim: int, num_classes: int) -> Tensor:
     An indicator: its correlation with kNN accuracy is the claim, not a guarantee.
 
     Args:
-        l_cor: the value of :func:`correlation_loss`.
-        dim: the features' dimension d.
-        num_classes: the number of latent classes K.
+        l_cor: The value of :func:`correlation_loss`.
+        dim: The features' dimension d.
+        num_classes: The number of latent classes K.
 
     Example:
         >>> generalization_bound(torch.tensor(0.0), dim=20, num_classes=10)
@@ -112,11 +112,11 @@ def error_rate_bound(l_cor: Tensor, dim: int, class_probs: Tensor | Sequence[flo
     paper prints, :func:`error_rate_bound_as_printed`, whose last step takes the pairs' probability for the samples'.
 
     Args:
-        l_cor: the value of :func:`correlation_loss`.
-        dim: the features' dimension d.
-        class_probs: the class probabilities p_i, ``[K]``, at least two positive ones, summing to 1; classes without
+        l_cor: The value of :func:`correlation_loss`.
+        dim: The features' dimension d.
+        class_probs: The class probabilities p_i, ``[K]``, at least two positive ones, summing to 1; classes without
             samples do not count.
-        eps: the largest distance of two views of one class in feature space, relative to the features' norm;
+        eps: The largest distance of two views of one class in feature space, relative to the features' norm;
             below :math:`2 - \sqrt 3`, where the bound's denominator vanishes.
 
     Example:
@@ -139,10 +139,10 @@ def error_rate_bound_as_printed(l_cor: Tensor, dim: int, class_probs: Tensor | S
     :func:`error_rate_bound` holds.
 
     Args:
-        l_cor: the value of :func:`correlation_loss`.
-        dim: the features' dimension d.
-        class_probs: the class probabilities p_i, ``[K]``, at least two positive ones, summing to 1.
-        eps: as in :func:`error_rate_bound`.
+        l_cor: The value of :func:`correlation_loss`.
+        dim: The features' dimension d.
+        class_probs: The class probabilities p_i, ``[K]``, at least two positive ones, summing to 1.
+        eps: As in :func:`error_rate_bound`.
 
     Example:
         >>> error_rate_bound_as_printed(torch.tensor(50.0), dim=20, class_probs=[0.25] * 4, eps=0.0)

@@ -25,8 +25,8 @@ def eigenspace_alignment(F: Tensor, W: Tensor) -> EigenspaceAlignmentResult:
     :math:`\cos(u_j, W u_j)`, which is 1 for every j when the eigenspaces agree and W is positive on them.
 
     Args:
-        F: the second moment of the predictor's inputs, symmetric ``[d, d]``.
-        W: the predictor, ``[d, d]``.
+        F: The second moment of the predictor's inputs, symmetric ``[d, d]``.
+        W: The predictor, ``[d, d]``.
 
     Example:
         >>> result = eigenspace_alignment(torch.diag(torch.tensor([1.0, 4.0])), torch.diag(torch.tensor([2.0, 3.0])))
@@ -99,9 +99,9 @@ def balance_residual(V: Tensor, W: Tensor, alpha_p: float = 1.0) -> Tensor:
     .. math:: \|V V^T - W^T W / \alpha_p\|_F / \|V V^T\|_F
 
     Args:
-        V: the weight of the linear layer before the predictor, ``[d, e]``.
-        W: the predictor, ``[d, d]``.
-        alpha_p: the predictor's learning rate relative to the rest.
+        V: The weight of the linear layer before the predictor, ``[d, e]``.
+        W: The predictor, ``[d, d]``.
+        alpha_p: The predictor's learning rate relative to the rest.
 
     Example:
         >>> balance_residual(torch.eye(2), torch.eye(2))
@@ -120,9 +120,9 @@ def effective_predictor(inputs: Tensor, outputs: Tensor, bias: bool = False) -> 
     Gives any predictor, an MLP too, a matrix W. Directions in which the inputs do not vary get weight 0.
 
     Args:
-        inputs: what entered the predictor, ``[N, d]``.
-        outputs: what left it, ``[N, e]``.
-        bias: fit :math:`W x + b` instead, and return W.
+        inputs: What entered the predictor, ``[N, d]``.
+        outputs: What left it, ``[N, e]``.
+        bias: Fit :math:`W x + b` instead, and return W.
 
     Returns:
         W, ``[e, d]``.
@@ -160,9 +160,9 @@ def direct_predictor(F: Tensor, eps: float = 0.1, shift: float = 0.0) -> Tensor:
     depend on the scale of F, as with l2-normalised outputs only the ratios of the p_j matter.
 
     Args:
-        F: the second moment of the predictor's inputs, symmetric positive semi-definite ``[d, d]``, not zero.
-        eps: the boost of the small eigenvalues.
-        shift: the constant c of Table 7.
+        F: The second moment of the predictor's inputs, symmetric positive semi-definite ``[d, d]``, not zero.
+        eps: The boost of the small eigenvalues.
+        shift: The constant c of Table 7.
 
     Example:
         >>> direct_predictor(torch.diag(torch.tensor([4.0, 1.0])), eps=0.1)
@@ -186,8 +186,8 @@ def optimal_predictor(F: Tensor, M: Tensor, reg: float = 0.0) -> Tensor:
     :math:`\frac12 (E[f_a f^T] + E[f f_a^T])`. Solved in F's eigenbasis, with :math:`F + \lambda I` for F.
 
     Args:
-        F: second moment of the online features, symmetric positive semi-definite ``[d, d]``.
-        M: cross moment, ``[d, d]``; symmetrised here.
+        F: Second moment of the online features, symmetric positive semi-definite ``[d, d]``.
+        M: Cross moment, ``[d, d]``; symmetrised here.
         reg: :math:`\lambda \ge 0`; pairs of directions in which F vanishes get 0 when it is 0.
 
     Example:

@@ -50,10 +50,10 @@ class LayerSketch(NamedTuple):
     """Two sketches of one layer's rows.
 
     Attributes:
-        width: numbers a sketched row has.
+        width: Numbers a sketched row has.
         filters: ``[R_in, fan_in]``, principal ones, then each sketch's random ones.
         vectors: ``[R_out, units]``, likewise.
-        mixes: for each sketch, which products fall into each of its numbers, ``[WIDTH, c]``, and their signs; None
+        mixes: For each sketch, which products fall into each of its numbers, ``[WIDTH, c]``, and their signs; None
             where the products are few enough to be kept.
     """
 
@@ -96,12 +96,12 @@ class Basis(NamedTuple):
     """What is fixed before samples are summed.
 
     Attributes:
-        directions: output directions, ``[n_L, m]``, orthonormal: principal ones, then random ones; m = n_L if there
+        directions: Output directions, ``[n_L, m]``, orthonormal: principal ones, then random ones; m = n_L if there
             is a head.
-        followed: how many of them are followed through the whole network.
-        principal: how many of those are principal.
-        head: the last layers, through which all directions are followed, being cheap there.
-        sketches: those of each layer.
+        followed: How many of them are followed through the whole network.
+        principal: How many of those are principal.
+        head: The last layers, through which all directions are followed, being cheap there.
+        sketches: Those of each layer.
     """
 
     directions: Tensor

@@ -14,10 +14,10 @@ class Spread(NamedTuple):
     """What `spread` finds; the numbers are zero-dimensional tensors.
 
     Attributes:
-        std: the mean over dimensions of the deviation, in units of :math:`1/\\sqrt d`: 1 spread, 0 one point.
-        alive: the share of dimensions whose deviation exceeds the threshold.
-        participation: the participation ratio of the covariance, a number of dimensions; 0 for one point.
-        centred: the normalised rows minus their mean, ``[N, d]``.
+        std: The mean over dimensions of the deviation, in units of :math:`1/\\sqrt d`: 1 spread, 0 one point.
+        alive: The share of dimensions whose deviation exceeds the threshold.
+        participation: The participation ratio of the covariance, a number of dimensions; 0 for one point.
+        centred: The normalised rows minus their mean, ``[N, d]``.
     """
 
     std: Tensor
@@ -37,8 +37,8 @@ def spread(x: Tensor, alive: float = 0.01) -> Spread:
     eigenvalues. Rows of zeros have no direction and stay zero.
 
     Args:
-        x: features, ``[N, d]``.
-        alive: the deviation, in units of :math:`1/\sqrt d`, above which a dimension counts as alive.
+        x: Features, ``[N, d]``.
+        alive: The deviation, in units of :math:`1/\sqrt d`, above which a dimension counts as alive.
 
     Example:
         >>> found = spread(torch.tensor([[2.0, 0.0], [-1.0, 0.0]]))

@@ -33,6 +33,9 @@ class BarlowTwins(Method):
         optimizer: From parameters to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
         warmup_epochs: Linear warmup, for "constant" and "cosine".
+
+    Example:
+        >>> model = BarlowTwins(backbone="small_conv", projector_hidden=512, dim=128)
     """
 
     loss_is_global = True

@@ -63,12 +63,16 @@ class BYOL(Method):
         momentum_schedule: "constant", or "cosine" towards 1.
         target_init: "copy" of the online network, or "independent".
         stop_gradient: False lets the gradient through the target branch; needs momentum 0.
-        normalize: l2-normalise both sides.
+        normalize: L2-normalise both sides.
         tangential: Keep only the tangential gradient of the predictions (RAFT Sec. 5).
         seed: Seed of predictor resets.
         optimizer: From parameter groups to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
         warmup_epochs: Linear warmup, for "constant" and "cosine".
+
+    Example:
+        >>> model = BYOL(backbone="small_conv", predictor="linear", momentum=0.99)
+        >>> ablated = BYOL(backbone="small_conv", predictor="none")  # collapses
     """
 
     def __init__(

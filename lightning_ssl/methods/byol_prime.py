@@ -9,6 +9,9 @@ class BYOLPrime(RAFT):
     """Minimise alpha ‖p̂₁ − p̂₂‖² + beta ½(‖p̂₁ − ẑ₁‖² + ‖p̂₂ − ẑ₂‖²) (RAFT Eq. 7).
 
     All arguments are :class:`RAFT`'s; the one difference is the sign of the cross-model loss.
+
+    Example:
+        >>> model = BYOLPrime(backbone="small_conv", predictor="linear")
     """
 
     sign = 1.0

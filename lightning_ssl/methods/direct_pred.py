@@ -44,11 +44,14 @@ class DirectPred(BYOL):
         momentum: The target's momentum; 0 is no EMA.
         momentum_schedule: "constant", or "cosine" towards 1.
         target_init: "copy" of the online network, or "independent".
-        normalize: l2-normalise both sides of the loss.
+        normalize: L2-normalise both sides of the loss.
         seed: Seed of the hyperplanes.
         optimizer: From parameter groups to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
         warmup_epochs: Linear warmup, for "constant" and "cosine".
+
+    Example:
+        >>> model = DirectPred(backbone="small_conv", rho=0.3, eps=0.1)
     """
 
     def __init__(

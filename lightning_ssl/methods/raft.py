@@ -41,8 +41,8 @@ class RAFT(Method):
         predictor_init: "default", "xavier", "identity", "uniform" in ± `predictor_range`, or "positive", up to it.
         predictor_range: The range of `predictor_init`.
         predictor_lr_scale: The predictor's learning rate relative to the rest, alpha_p.
-        align_weight: alpha.
-        cross_model_weight: beta.
+        align_weight: Alpha.
+        cross_model_weight: Beta.
         tangential: Keep only the tangential gradient of the predictions (Sec. 5). Both losses are of l2-normalised
             predictions, whose gradient has no other part: the switch changes nothing but rounding.
         momentum: The target's momentum, 1 minus the paper's EMA rate.
@@ -50,6 +50,9 @@ class RAFT(Method):
         optimizer: From parameters to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
         warmup_epochs: Linear warmup, for "constant" and "cosine".
+
+    Example:
+        >>> model = RAFT(backbone="small_conv", cross_model_weight=0.5)
     """
 
     sign = -1.0  # of the cross-model loss: RAFT runs away from its teacher

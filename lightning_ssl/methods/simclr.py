@@ -52,8 +52,8 @@ class SimCLR(Method):
         tau: Temperature.
         margin: The triplet loss's r_0.
         negatives: "all", or the number H of negatives an anchor has, drawn each step by (seed, step).
-        normalize: l2-normalise the outputs.
-        gradient_noise: eta of Table 2's noise; 0 is none.
+        normalize: L2-normalise the outputs.
+        gradient_noise: Eta of Table 2's noise; 0 is none.
         noise_on: "gradient" adds the noise at each step (the paper); "weight" mixes it into the weights once an epoch.
         exact_weights: Distances the exact losses take their weights from: "clean" (the paper) or "augmented".
         joint_weights: Whether exact_nce's weights share one partition function over the negatives (Eq. 80); otherwise
@@ -62,6 +62,10 @@ class SimCLR(Method):
         optimizer: From parameters to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
         warmup_epochs: Linear warmup, for "constant" and "cosine".
+
+    Example:
+        >>> model = SimCLR(backbone="small_conv", loss="nce", tau=0.5)
+        >>> exact = SimCLR(backbone="small_conv", loss="exact_nce", negatives=16)
     """
 
     def __init__(

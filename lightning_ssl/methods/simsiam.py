@@ -37,6 +37,9 @@ class SimSiam(Method):
         optimizer: From parameter groups to an optimizer.
         scheduler: "constant", "cosine", or from an optimizer to a scheduler.
         warmup_epochs: Linear warmup, for "constant" and "cosine".
+
+    Example:
+        >>> model = SimSiam(backbone="small_conv", dim=256)
     """
 
     def __init__(

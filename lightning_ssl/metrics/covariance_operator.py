@@ -36,11 +36,11 @@ class CovarianceOperator(ReducedMetric):
     is raised on all.
 
     Args:
-        layers: dotted names of Linear or Conv layers; default: all that the model calls.
-        directions: output directions to follow, the cost of an update in backward passes.
-        principal: how many of them are principal directions of the outputs.
-        unbiased: whether samples and views are draws; as in `functional.covariance_operator`.
-        seed: fixes every random choice.
+        layers: Dotted names of Linear or Conv layers; default: all that the model calls.
+        directions: Output directions to follow, the cost of an update in backward passes.
+        principal: How many of them are principal directions of the outputs.
+        unbiased: Whether samples and views are draws; as in `functional.covariance_operator`.
+        seed: Fixes every random choice.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -74,8 +74,8 @@ class CovarianceOperator(ReducedMetric):
         """Add a batch.
 
         Args:
-            model: maps a batch to outputs ``[N, n_L]``; left as it was found.
-            views: two or more batches of the same samples; empty on a rank that has none.
+            model: Maps a batch to outputs ``[N, n_L]``; left as it was found.
+            views: Two or more batches of the same samples; empty on a rank that has none.
         """
         if self.basis is None:
             self._choose_basis(model, views)

@@ -20,9 +20,9 @@ class KNNAccuracy(ReducedMetric):
     on several, counts once. `compute` gives a dict with `top1` and `top5`.
 
     Args:
-        num_classes: the number of classes.
-        k: how many neighbours vote.
-        temperature: of the votes.
+        num_classes: The number of classes.
+        k: How many neighbours vote.
+        temperature: Of the votes.
 
     Example:
         >>> metric = KNNAccuracy(num_classes=2, k=1)

@@ -51,8 +51,8 @@ class CorrelationBound(ReducedMetric):
     `compute` gives a dict: `l_cor`, `l_bound` and `correlation`, the matrix :math:`\Lambda` itself.
 
     Args:
-        num_classes: the number of latent classes K.
-        unbiased: correct L_cor for the number of rows.
+        num_classes: The number of latent classes K.
+        unbiased: Correct L_cor for the number of rows.
 
     Example:
         >>> metric = CorrelationBound(num_classes=4)

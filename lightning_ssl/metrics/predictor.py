@@ -23,7 +23,7 @@ class EigenspaceAlignment(ReducedMetric):
     (the smallest eigenvalue of W's symmetric part).
 
     Args:
-        bias: fit an intercept too where W is fitted; for predictors with a bias or normalisation.
+        bias: Fit an intercept too where W is fitted; for predictors with a bias or normalisation.
 
     Example:
         >>> metric = EigenspaceAlignment()

@@ -83,6 +83,10 @@ class SmallConv(nn.Module):
         width: Channels of the first layer; each further one has twice as many.
         depth: Number of layers; each halves the image.
         norm: "batch", "group" (4 channels a group; independent of the rest of the batch), or "none".
+
+    Example:
+        >>> SmallConv(width=8, depth=2)(torch.randn(4, 3, 16, 16)).shape
+        torch.Size([4, 16])
     """
 
     def __init__(
@@ -121,6 +125,10 @@ class LinearBackbone(nn.Module):
         in_features: Size of the flattened input.
         out_features: Number of features.
         bias: Whether to add a bias; the theory has none.
+
+    Example:
+        >>> LinearBackbone(in_features=12, out_features=5)(torch.randn(2, 3, 2, 2)).shape
+        torch.Size([2, 5])
     """
 
     def __init__(self, in_features: int = 3 * 32 * 32, out_features: int = 128, bias: bool = False) -> None:
@@ -141,6 +149,10 @@ class MLPBackbone(nn.Module):
         out_features: Number of features.
         depth: Number of linear layers.
         bias: Whether the linear layers have biases.
+
+    Example:
+        >>> MLPBackbone(in_features=12, hidden_features=8, out_features=5)(torch.randn(2, 3, 2, 2)).shape
+        torch.Size([2, 5])
     """
 
     def __init__(

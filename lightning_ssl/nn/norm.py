@@ -21,6 +21,11 @@ class BatchNormParts(nn.Module):
         mean: What becomes of the subtraction of the mean.
         std: What becomes of the division by the standard deviation.
         eps: Added to the variance.
+
+    Example:
+        >>> norm = BatchNormParts(mean="keep", std="omit")
+        >>> norm(torch.tensor([[1.0], [3.0]])).squeeze(1)
+        tensor([-1.,  1.])
     """
 
     def __init__(self, mean: Part = "keep", std: Part = "keep", eps: float = 1e-5) -> None:

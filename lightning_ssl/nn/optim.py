@@ -24,6 +24,10 @@ class LARS(Optimizer):
         weight_decay: Weight decay :math:`\eta` of weight matrices.
         trust: The coefficient :math:`\lambda`.
         vector_lr_scale: Relative learning rate of biases and norm parameters (Barlow Twins: 0.0048/0.2).
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> optimizer = LARS(layer.parameters(), lr=0.1)
     """
 
     def __init__(

@@ -21,6 +21,13 @@ class PartitionedLinear(nn.Module):
         linear: A square linear layer; all maps start as its weight, and its bias is taken over.
         partitions: Number n of hyperplanes.
         seed: Seed of the normals.
+
+    Example:
+        >>> layer = nn.Linear(4, 4)
+        >>> predictor = PartitionedLinear(layer, partitions=3)
+        >>> x = torch.randn(8, 4)
+        >>> torch.allclose(predictor(x), layer(x), atol=1e-6)  # until its maps are set apart
+        True
     """
 
     normals: Tensor

@@ -119,6 +119,15 @@ class DirectPredictorUpdate:
         mode: "direct" (Eq. 18) or "optimal" (Table 1), which solves for the least-squares symmetric predictor and
             needs the targets as well.
         reg: The ridge of "optimal", relative to F's mean eigenvalue.
+
+    Example:
+        >>> predictor = nn.Linear(4, 4, bias=False)
+        >>> update = DirectPredictorUpdate(rho=0.3, eps=0.1)
+        >>> update.update(torch.randn(32, 4))
+        >>> update.step(predictor)  # whether it was set in this step
+        True
+        >>> torch.allclose(predictor.weight, predictor.weight.T, atol=1e-6)
+        True
     """
 
     def __init__(

@@ -19,6 +19,11 @@ class TargetNetwork(nn.Module):
         backbone: The online backbone.
         projector: The online projector.
         init: "copy" starts at the online weights, "independent" at a draw of its own.
+
+    Example:
+        >>> target = TargetNetwork(nn.Linear(6, 4), nn.Linear(4, 2))
+        >>> target(torch.randn(3, 6)).requires_grad
+        False
     """
 
     def __init__(

@@ -38,7 +38,7 @@ def pair_gradient(K1: Tensor, K2: Tensor, w: Tensor, normalize: bool = False) ->
     Args:
         K1: Connection of the branch that learns, ``[P, outputs]``.
         K2: Connection of the other.
-        w: vec(W), ``[P]``.
+        w: Vec(W), ``[P]``.
         normalize: Whether outputs are l2-normalised.
     """
     left, right1 = _sides(K1, w, normalize)
@@ -58,7 +58,7 @@ def sample_gradient(
         K1: Connection of the anchor, ``[P, outputs]``.
         K_pos: Of the positive.
         K_neg: Of the negatives, ``[H, P, outputs]``.
-        slopes: dL/dr_k-, ``[H]``, see :func:`negative_slope`.
+        slopes: DL/dr_k-, ``[H]``, see :func:`negative_slope`.
         w: vec(W).
         normalize: Whether outputs are l2-normalised.
     """
@@ -93,7 +93,7 @@ def expected_pair_gradient(mean: Tensor, mean_other: Tensor, weight: Tensor | fl
     Args:
         mean: Mean connection of the anchor's sample, ``[P, outputs]``.
         mean_other: Of the negative's.
-        weight: xi of the pair.
+        weight: Xi of the pair.
         w: vec(W).
     """
     return -weight * mean @ ((mean - mean_other).mT @ w)

@@ -433,7 +433,7 @@ def lucky_nodes(mean: Tensor, a: Tensor, c: float, failure: float) -> float:
 
     Args:
         mean: Mean activation of the children, ``[children]``.
-        a: polarity x selectivity of the children, ``[children]``.
+        a: Polarity x selectivity of the children, ``[children]``.
         c: How far from zero the lucky unit shall be, squared.
         failure: Allowed probability eta that there is none.
     """

@@ -51,7 +51,7 @@ class TwoLayer:
         units: Hidden units, which equals the outputs.
         runs: Number of independent networks.
         loss: "nce" or "simple".
-        normalize: l2-normalise the outputs.
+        normalize: L2-normalise the outputs.
         tau: Temperature of "nce".
         bias: Give the hidden layer a bias; the top layer never has one, or its outputs would mix.
         seed: Seed of the initialisation.

@@ -223,6 +223,11 @@ class HLTMDataModule(SyntheticDataModule):
         signed: Random signs (permutations) on the edges.
         values: What the network sees: "01", "+-1" or "onehot".
         **kwargs: draws, batch_size, num_views, probe_draws and seed of :class:`SyntheticDataModule`.
+
+    Example:
+        >>> data = HLTMDataModule(depth=3, lower=0.8, draws=64, batch_size=16)
+        >>> data.num_features
+        8
     """
 
     def __init__(

@@ -23,6 +23,11 @@ class GaussianMixture:
         variance: Variance of each coordinate within a component.
         runs: Number of independent mixtures.
         seed: Seed of the means.
+
+    Example:
+        >>> mixture = GaussianMixture(components=4, dim=6)
+        >>> mixture.means.shape
+        torch.Size([1, 4, 6])
     """
 
     def __init__(
@@ -56,6 +61,11 @@ class MixtureDataModule(SyntheticDataModule):
         dim: Input dimension.
         variance: Variance of each coordinate within a component.
         **kwargs: draws, batch_size, num_views, probe_draws and seed of :class:`SyntheticDataModule`.
+
+    Example:
+        >>> data = MixtureDataModule(components=4, dim=6, draws=64, batch_size=16)
+        >>> data.num_classes
+        4
     """
 
     def __init__(self, components: int = 10, dim: int = 10, variance: float = 0.1, **kwargs: Any) -> None:
