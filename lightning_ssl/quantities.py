@@ -33,7 +33,7 @@ class Quantity:
         best: Whether its best value over a run means something; of a geometry it does not, a collapse may be "best".
 
     Example:
-        >>> median = Quantity("*/median_norm", "median feature norm", "Falls towards 0 when weight decay is too strong.")
+        >>> median = Quantity("*/median_norm", "median feature norm", "Falls if weight decay is too strong.")
         >>> median.matches("train/median_norm")
         True
     """

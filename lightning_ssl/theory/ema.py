@@ -28,7 +28,7 @@ def growth_rate(alpha: float, eta: float, lam: float) -> float:
     _check(alpha, eta)
     if 4 * alpha * eta * lam < -((alpha + eta) ** 2):
         raise ValueError(
-            f"lam={lam} is below {-((alpha + eta) ** 2) / (4 * alpha * eta):.3g}: w oscillates, no rate exists."
+            f"`lam` must be at least {-((alpha + eta) ** 2) / (4 * alpha * eta):.3g}, got {lam}: below, w oscillates"
         )
     return (eta + alpha) / 2 * (math.sqrt(1 + 4 * alpha * eta * lam / (eta + alpha) ** 2) - 1)
 
@@ -51,4 +51,4 @@ def simulate(alpha: float, eta: float, lam: float, steps: int, w: float = 1.0, w
 
 def _check(alpha: float, eta: float) -> None:
     if alpha <= 0 or not 0 < eta <= 1:
-        raise ValueError(f"alpha={alpha} must be positive and eta={eta} in (0, 1]: eta is 1 - the EMA's momentum.")
+        raise ValueError(f"`alpha` must be positive and `eta`, 1 - momentum, lie in (0, 1], got {alpha} and {eta}")

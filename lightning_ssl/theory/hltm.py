@@ -53,7 +53,7 @@ class HLTMNetwork(nn.Module):
         super().__init__()
         for name, value in (("depth", depth), ("width", width), ("runs", runs), ("leaf_width", leaf_width)):
             if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
         self.depth, self.width, self.runs, self.branching, self.leaf_width = depth, width, runs, branching, leaf_width
         generator = torch.Generator().manual_seed(seed)
         weights, biases = [], []
@@ -151,7 +151,7 @@ class HLTMTree(nn.Module):
     def __init__(self, depth: int = 5, width: int = 10, branching: int = 2, leaf_width: int = 1) -> None:
         super().__init__()
         if depth < 1 or width < 1:
-            raise ValueError(f"depth={depth} and width={width} must be at least 1.")
+            raise ValueError(f"`depth` and `width` must be at least 1, got {depth} and {width}")
         self.depth, self.branching, self.out_features = depth, branching, width
         self.nodes = nn.ModuleDict()
         for level in range(depth):
@@ -245,13 +245,13 @@ def train(
     """
     if network.runs != tree.runs or network.depth != tree.depth:
         raise ValueError(
-            f"the network has runs={network.runs}, depth={network.depth}, the tree {tree.runs}, {tree.depth}: "
-            "make them equal."
+            f"`network` must have the tree's runs and depth, {tree.runs} and {tree.depth}, got {network.runs} and "
+            f"{network.depth}; make them equal"
         )
     if tau <= 0 or lr <= 0:
-        raise ValueError(f"tau={tau} and lr={lr} must be positive.")
+        raise ValueError(f"`tau` and `lr` must be positive, got {tau} and {lr}")
     if loss not in LOSSES:
-        raise ValueError(f"loss={loss!r} is not known: choose one of {LOSSES}.")
+        raise ValueError(f"`loss` must be one of {LOSSES}, got {loss!r}")
     steps = max(1, draws // batch_size)
     for epoch in range(start_epoch, epochs):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -417,7 +417,7 @@ def analytic_activation_covariance(tree: HLTM, latent: str, child_selectivity: T
     level, index = latent_position(latent, tree.branching)
     b = tree.branching
     if tree.states != 2 or child_selectivity.shape[1] % b:
-        raise ValueError("Theorem 6 is for binary trees, and child_selectivity must hold equally many units a child.")
+        raise ValueError("`tree` must be binary (Theorem 6), and `child_selectivity` hold equally many units a child")
     rho = tree.polarity[level][:, index * b : (index + 1) * b].to(child_selectivity)
     a = rho.repeat_interleave(child_selectivity.shape[1] // b, dim=1) * child_selectivity
     o = tree.root_polarities(latent).to(a).square() * (1 - tree.root_polarity**2)
@@ -438,7 +438,7 @@ def lucky_nodes(mean: Tensor, a: Tensor, c: float, failure: float) -> float:
         failure: Allowed probability eta that there is none.
     """
     if c < 0 or not 0 < failure < 1:
-        raise ValueError(f"c={c} must be >= 0 and failure={failure} in (0, 1).")
+        raise ValueError(f"`c` must not be negative and `failure` lie in (0, 1), got {c} and {failure}")
     mean, a = mean.double(), a.double()
     gamma = float((mean.square().sum() - a.square().sum()) / ((mean - a).norm() * (mean + a).norm()))
     kappa1 = math.sqrt(c / (1 - gamma**2))
@@ -484,5 +484,5 @@ def selectivity_bound(
 def _internal_position(network: HLTMNetwork, name: str) -> tuple[int, int]:
     level, index = latent_position(name, network.branching)
     if level >= network.depth:
-        raise ValueError(f"latent={name!r} is not an internal node of a tree of depth {network.depth}.")
+        raise ValueError(f"`latent` must be an internal node of a tree of depth {network.depth}, got {name!r}")
     return level, index

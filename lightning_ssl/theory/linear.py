@@ -55,7 +55,7 @@ def integrate(
     """
     grid = torch.as_tensor(times, dtype=torch.float64)
     if grid.dim() != 1 or len(grid) < 2 or not (grid.diff() > 0).all():
-        raise ValueError("times must be an increasing sequence of at least two numbers.")
+        raise ValueError("`times` must be an increasing sequence of at least two numbers")
     start = [torch.as_tensor(s, dtype=torch.float64) for s in start]
     shapes, sizes = [s.shape for s in start], [s.numel() for s in start]
 
@@ -118,11 +118,11 @@ class LinearDynamics:
         self.X, self.X_aug = self.X.double(), self.X_aug.double()
         for name, matrix in (("X", self.X), ("X_aug", self.X_aug)):
             if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape != self.X.shape:
-                raise ValueError(f"{name} has shape {tuple(matrix.shape)}: X and X_aug must be square and of one size.")
+                raise ValueError(f"`X` and `X_aug` must be square and of one size, got {name} {tuple(matrix.shape)}")
         _check_rates(alpha_p=self.alpha_p, beta=self.beta, eta=self.eta, eta_p=self.eta_p)
         if not self.stop_gradient and self.beta is not None:
             raise ValueError(
-                "stop_gradient=False needs beta=None: the theorem is for a target equal to the online network."
+                "`beta` must be None with stop_gradient=False: the theorem is for a target equal to the online network"
             )
 
     def field(self, W: Tensor, W_p: Tensor, W_a: Tensor) -> Weights:
@@ -150,19 +150,13 @@ class LinearDynamics:
     ) -> Weights:
         """The trajectory from W, W_p and W_a (default: W), at the given times."""
         if W_p.dim() != 2 or W_p.shape[0] != W_p.shape[1]:
-            raise ValueError(
-                f"W_p has shape {tuple(W_p.shape)}: the predictor maps the features to themselves, make it square."
-            )
+            raise ValueError(f"`W_p` must be square, it maps the features to themselves; got {tuple(W_p.shape)}")
         if W.shape != (W_p.shape[0], self.X.shape[0]):
-            raise ValueError(
-                f"W has shape {tuple(W.shape)}, expected {(W_p.shape[0], self.X.shape[0])} for this W_p and X."
-            )
+            raise ValueError(f"`W` must be {(W_p.shape[0], self.X.shape[0])} for this W_p and X, got {tuple(W.shape)}")
         if self.symmetric and not torch.allclose(W_p, W_p.T):
-            raise ValueError("symmetric=True needs a symmetric W_p to start from: pass (W_p + W_p.T) / 2.")
+            raise ValueError("`W_p` must be symmetric with symmetric=True; pass (W_p + W_p.T) / 2")
         if self.beta is None and W_a is not None and not torch.equal(W_a, W):
-            raise ValueError(
-                "W_a differs from W but beta=None says they are one (SimSiam): set beta, or leave W_a out."
-            )
+            raise ValueError("`W_a` must equal W with beta=None (SimSiam); set beta, or leave W_a out")
         target = W if W_a is None else W_a
         return Weights(*integrate(lambda s: self.field(*s), (W, W_p, target), times, rtol, atol))
 
@@ -207,7 +201,7 @@ class CorrelationDynamics:
     def __post_init__(self) -> None:
         _check_rates(alpha_p=self.alpha_p, beta=self.beta, eta=self.eta)
         if self.sigma2 < 0:
-            raise ValueError(f"sigma2={self.sigma2} must be >= 0: it is a variance.")
+            raise ValueError(f"`sigma2` must not be negative, it is a variance; got {self.sigma2}")
 
     def field(self, F: Tensor, W_p: Tensor, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The time derivatives."""
@@ -230,7 +224,9 @@ class CorrelationDynamics:
     def solve(self, F: Tensor, W_p: Tensor, times: Sequence[float] | Tensor, tau: float = 1.0) -> tuple[Tensor, ...]:
         """Trajectories of F, W_p and tau."""
         if W_p.dim() != 2 or W_p.shape[0] != W_p.shape[1] or F.shape != W_p.shape:
-            raise ValueError(f"F {tuple(F.shape)} and W_p {tuple(W_p.shape)} must be square and of one size.")
+            raise ValueError(
+                f"`F` and `W_p` must be square and of one size, got {tuple(F.shape)} and {tuple(W_p.shape)}"
+            )
         return integrate(lambda s: self.field(*s), (F, W_p, torch.tensor(tau, dtype=torch.float64)), times)
 
 
@@ -296,13 +292,15 @@ class ModeDynamics:
         """Trajectories from p, s and tau; ``freeze_tau`` holds tau where it starts."""
         p, s = torch.as_tensor(p, dtype=torch.float64), torch.as_tensor(s, dtype=torch.float64)
         if (s < 0).any():
-            raise ValueError(f"s has the negative value {s.min():.3g}: it is an eigenvalue of F = W W^T.")
+            raise ValueError(f"`s` must not be negative, an eigenvalue of F = W W^T; got {s.min():.3g}")
         tau = torch.as_tensor(tau, dtype=torch.float64).expand_as(s).clone()
         if freeze_tau:
             P, S = integrate(lambda y: self.field(y[0], y[1], tau), (p, s), times)
             return Modes(P, S, tau.expand_as(P).clone())
         if self.beta is None and not torch.all(tau == 1):
-            raise ValueError("beta=None (SimSiam) means tau=1: set beta, or freeze_tau=True for a constant tau.")
+            raise ValueError(
+                "`tau` must be 1 with beta=None (SimSiam); set beta, or freeze_tau=True for a constant tau"
+            )
         w = s.sqrt()
         w, w_p, w_a = integrate(lambda y: self.triplet_field(*y), (w, p, tau * w), times)
         return Modes(w_p, w.square(), torch.where(w != 0, w_a / torch.where(w != 0, w, 1.0), torch.ones_like(w)))
@@ -334,8 +332,8 @@ def fixed_points(eta: float, tau: float = 1.0, sigma2: float = 0.0, alpha_p: flo
     _check_rates(alpha_p=alpha_p, eta=eta)
     if eta == 0:
         raise ValueError(
-            f"eta={eta} has no isolated fixed points: s=0 with any p, and p={tau / (1 + sigma2):.4g} with any s, "
-            "are fixed. Pass eta > 0."
+            f"`eta` must be positive, got {eta}: there are no isolated fixed points, s=0 with any p and "
+            f"p={tau / (1 + sigma2):.4g} with any s are fixed"
         )
     d = 1 + sigma2
     values = [0.0]
@@ -374,7 +372,7 @@ def separatrix(
     saddle = [f for f in fixed_points(eta, tau, sigma2, alpha_p) if not f.stable and f.p > 0]
     if not saddle:
         raise ValueError(
-            f"eta={eta} >= {critical_weight_decay(tau, sigma2):.4g}: every start collapses, so there is no boundary."
+            f"`eta` must be below {critical_weight_decay(tau, sigma2):.4g}, got {eta}: there, every start collapses"
         )
     p, s = saddle[0].p, saddle[0].s
     values, vectors = np.linalg.eig(_mode_jacobian(p, s, eta, tau, 1 + sigma2, alpha_p))
@@ -460,7 +458,7 @@ def multiplicative_scrambling(covariance: Tensor, U: Tensor) -> tuple[Tensor, Te
     """
     covariance, U = covariance.double(), U.double()
     if not torch.allclose(U.T @ U, torch.eye(U.shape[1], dtype=torch.float64), atol=1e-6):
-        raise ValueError("U must have orthonormal columns: take torch.linalg.qr(U).Q.")
+        raise ValueError("`U` must have orthonormal columns; take torch.linalg.qr(U).Q")
     P = torch.eye(len(covariance), dtype=torch.float64) - U @ U.T
     kept = P @ covariance @ P
     return kept, kept + torch.trace(U.T @ covariance @ U) * U @ U.T
@@ -479,7 +477,7 @@ def top_modes(sigma_d: Tensor, sigma_s: Tensor, k: int, choose: Sequence[int] | 
     these ranks (0 is the largest) instead: fixed points too, but unstable where a larger mode is left out.
     """
     if not 1 <= k <= len(sigma_s) or (choose is not None and len(choose) != k):
-        raise ValueError(f"k={k} must lie between 1 and the number of inputs, {len(sigma_s)}.")
+        raise ValueError(f"`k` must lie between 1 and the number of inputs, {len(sigma_s)}, got {k}")
     # v^T Sd = lambda v^T Ss: symmetric in the whitened coordinates u = L^T v.
     L = torch.linalg.cholesky(sigma_s.double())
     inner = torch.linalg.solve_triangular(
@@ -497,4 +495,6 @@ def _check_rates(**rates: float | None) -> None:
         if value is None:
             continue
         if not value >= 0 or (name == "alpha_p" and value == 0):  # not NaN either
-            raise ValueError(f"{name}={value} must be {'positive' if name == 'alpha_p' else '>= 0'}: it is a rate.")
+            raise ValueError(
+                f"`{name}` must {'be positive' if name == 'alpha_p' else 'not be negative'}, it is a rate; got {value}"
+            )

@@ -69,7 +69,7 @@ class TwoLayer:
         seed: int = 0,
     ) -> None:
         if loss not in ("nce", "simple"):
-            raise ValueError(f"loss={loss!r} must be 'nce' or 'simple'.")
+            raise ValueError(f"`loss` must be 'nce' or 'simple', got {loss!r}")
         generator = torch.Generator().manual_seed(seed)
         bound = 1 / math.sqrt(dim)
         self.w1 = (torch.rand(runs, units, dim, generator=generator) * 2 - 1) * bound

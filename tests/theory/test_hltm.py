@@ -251,15 +251,15 @@ def test_categorical_tree_trains() -> None:
 
 
 def test_refuses_bad_input() -> None:
-    with pytest.raises(ValueError, match="depth=0"):
+    with pytest.raises(ValueError, match="`depth` must be at least 1, got 0"):
         HLTMNetwork(depth=0)
     with pytest.raises(ValueError, match="make them equal"):
         hltm.train(HLTMNetwork(3, 2, 1), HLTM(4))
-    with pytest.raises(ValueError, match=r"loss='log'.*'nce', 'batch_ratio'"):
+    with pytest.raises(ValueError, match=r"`loss` must .*'nce', 'batch_ratio'.*got 'log'"):
         hltm.train(HLTMNetwork(3, 2, 1), HLTM(3), loss="log")
-    with pytest.raises(ValueError, match="tau=0"):
+    with pytest.raises(ValueError, match=r"`tau` and `lr` must be positive, got 0"):
         hltm.train(HLTMNetwork(3, 2, 1), HLTM(3), tau=0)
-    with pytest.raises(ValueError, match="not an internal node"):
+    with pytest.raises(ValueError, match="`latent` must be an internal node"):
         hltm.covariance_operator(HLTMNetwork(3, 2, 1), HLTM(3), "s010", generator())
     with pytest.raises(ValueError, match="`latent` must be a path"):
         hltm.covariance_operator(HLTMNetwork(3, 2, 1), HLTM(3), "s02", generator())

@@ -78,7 +78,7 @@ def test_runs_train_as_alone_and_grow() -> None:
     torch.testing.assert_close(many.w1[1:2], one.w1, rtol=1e-4, atol=1e-6)
     assert many.w2.abs().mean() > start
     assert many.active_clusters(mixture.means).shape == (3, 8)
-    with pytest.raises(ValueError, match="loss='triplet'"):
+    with pytest.raises(ValueError, match=r"`loss` must be .*got 'triplet'"):
         TwoLayer(loss="triplet")
 
 

@@ -74,7 +74,7 @@ def reproduce(name: str, full: bool = False, out: str | Path = "reproduction", s
             known = ", ".join(f"--{o}" for o in EXPERIMENTS[name].options) or "none of its own"
             raise ValueError(f"{name} has no --{option}; its options are: {known}. Leave it out.")
     if options.get("epochs", 1) < 1:
-        raise ValueError(f"epochs={options['epochs']} must be at least 1.")
+        raise ValueError(f"`epochs` must be at least 1, got {options['epochs']}")
     module, function = EXPERIMENTS[name].where.split(":")
     experiment = getattr(importlib.import_module(f"{__name__}.{module}"), function)
     run = Run(name, Path(out), full, seed, **options)
