@@ -93,6 +93,39 @@ def kornia(images: Tensor, recipe: Augmentation, facts: Facts) -> Views:
     return run
 
 
+def albumentationsx(images: Tensor, recipe: Augmentation, facts: Facts) -> Views:
+    import albumentations as A
+    import cv2
+    from albumentations.pytorch import ToTensorV2
+
+    cv2.setNumThreads(0)
+    size = images.shape[-1]
+    kernel = recipe.kernel_size(size)
+
+    def span(strength: float) -> tuple[float, float]:
+        return max(0.0, 1 - strength), 1 + strength
+
+    jitter = A.ColorJitter(
+        *(span(strength) for strength in (recipe.brightness, recipe.contrast, recipe.saturation)),
+        (-recipe.hue, recipe.hue),
+        p=recipe.jitter,
+    )
+    blur = A.GaussianBlur(blur_limit=(kernel, kernel), sigma_limit=recipe.blur_sigma, p=recipe.blur)
+    transform = A.Compose(
+        [
+            A.RandomResizedCrop((size, size), scale=recipe.crop_scale, ratio=recipe.crop_ratio),
+            A.HorizontalFlip(p=recipe.flip),
+            jitter,
+            A.ToGray(p=recipe.grayscale),
+            *([blur] if recipe.blur else []),
+            A.Normalize(facts.mean, facts.std),
+            ToTensorV2(),
+        ]
+    )
+    pictures = [image.permute(1, 2, 0).contiguous().numpy() for image in images]
+    return lambda: [torch.stack([transform(image=picture)["image"] for picture in pictures]) for _ in range(2)]
+
+
 def check_same_work(views: dict[str, list[Tensor]], shape: tuple[int, ...], tolerance: float) -> None:
     figures = {}
     for name, pair in views.items():
