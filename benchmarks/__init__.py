@@ -2,6 +2,7 @@
 
 NAMES = (
     "augmentation",
+    "loading",
     "knn",
     "linear_probe",
     "covariance_operator",

@@ -14,7 +14,7 @@ from benchmarks import NAMES, _bench
 from benchmarks._bench import Row, costs, faster, peak_memory, race, table
 
 PEERS = {
-    "augmentation": ["lightly", "kornia"],
+    "augmentation": ["lightly", "kornia", "albumentations"],
     "knn": ["lightly"],
     "linear_probe": ["lightly"],
     "covariance_operator": ["backpack", "nngeometry"],

@@ -12,9 +12,10 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_ssl.data import transforms
+from lightning_ssl.data import cached, transforms
 from lightning_ssl.data.rng import uniforms
 
+_LARGE = 64  # sides of views that are worth making a few at a time on a CPU
 _TRIES = 10  # for a crop that fits, as in torchvision; then the largest central one
 NUM_UNIFORMS = 2 * _TRIES + 2 + 1 + 9 + 4
 
@@ -148,7 +149,7 @@ def _recipe(value: Any) -> Augmentation:
 class Plan(NamedTuple):
     """What to do to a batch for one view: drawn on the CPU, carried out on the device without a synchronisation.
 
-    Images are treated in the order `rows`, grouped by when their hue is turned, so that each group is a slice.
+    Images are treated in the order `rows`, grouped by the order of their steps, so that each group is a slice.
 
     Attributes:
         rows: Which image comes where, [B].
@@ -156,7 +157,8 @@ class Plan(NamedTuple):
         box: Top, left, height, width and flip, [5, B]; None if the images are cropped and mirrored already.
         steps: Factors of the three steps of colour jitter other than hue (see `transforms.blend_`), [3, 3, B].
         hue: Turn of the hue, [B].
-        hue_ends: Ends of the groups whose hue turns before step 0, 1, 2 and after step 2; the rest keep their colours.
+        ends: Ends of the groups of one order, 24 numbers: six orders of the other steps for each place of the hue's
+            turn, before step 0, 1, 2 and after step 2. The rest keep their colours.
         grayscale: Positions, in treated order, of the images to turn grey; `blur` and `solarize` likewise.
         sigma: Standard deviations of the blurred ones.
     """
@@ -166,11 +168,16 @@ class Plan(NamedTuple):
     box: Tensor | None
     steps: Tensor
     hue: Tensor
-    hue_ends: tuple[int, int, int, int]
+    ends: tuple[int, ...]
     grayscale: Tensor
     blur: Tensor
     sigma: Tensor
     solarize: Tensor
+
+    @property
+    def hue_ends(self) -> tuple[int, ...]:
+        """Ends of the groups whose hue turns before step 0, 1, 2 and after step 2."""
+        return self.ends[5::6]
 
 
 def draw_boxes(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) -> Tensor:
@@ -231,9 +238,10 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
     steps = torch.empty(3, 3, batch).scatter_(0, step_of.T[:, None].expand(3, 3, batch), operations)
     hue = (factor[:, 3] * 2 - 1) * recipe.hue
 
-    group = torch.where(jitter[:, 0] < recipe.jitter, hue_when, 4)
+    others = step_of[:, 0] * 2 + (step_of[:, 1] > step_of[:, 2]).long()  # the number of their order
+    group = torch.where(jitter[:, 0] < recipe.jitter, hue_when * 6 + others, 24)
     rows = group.argsort(stable=True)
-    ends = torch.bincount(group, minlength=5).cumsum(0).tolist()
+    ends = torch.bincount(group, minlength=25)[:24].cumsum(0).tolist()
     grayscale, blur, sigma, solarize = rest[rows].unbind(1)
     least, most = recipe.blur_sigma
     blurred = (blur < recipe.blur).nonzero()[:, 0]
@@ -243,7 +251,7 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
         box=torch.cat((box, flip.T.lt(recipe.flip).double()))[:, rows].float(),
         steps=steps[:, :, rows],
         hue=hue[rows],
-        hue_ends=(ends[0], ends[1], ends[2], ends[3]),
+        ends=tuple(ends),
         grayscale=(grayscale < recipe.grayscale).nonzero()[:, 0],
         blur=blurred,
         sigma=(least + sigma * (most - least))[blurred],
@@ -272,12 +280,20 @@ def carry_out(
     Returns:
         Views, [B, 3, size, size].
     """
+    make = cached.carry_out if image.device.type == "cpu" and size >= _LARGE else all_at_once
+    return make(plan, recipe, image, size, mean, std)
+
+
+def all_at_once(
+    plan: Plan, recipe: Augmentation, image: Tensor, size: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Tensor:
+    """Make one view of a batch, the whole batch at a time: few calls, as a device wants it."""
     if plan.box is None:
         x = transforms.to_planes(image, plan.rows) / 255
     else:
         top, left, height, width, flip = plan.box
         x = transforms.resized_crop(image, plan.rows, top, left, height, width, flip, size)
-    jittered = plan.hue_ends[-1]
+    jittered = plan.ends[-1]
     if jittered:
         colours, start = x[:, :jittered], 0
         for step, end in enumerate(plan.hue_ends):

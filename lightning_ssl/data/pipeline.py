@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as F
 
 from lightning_ssl.data import augment, digits, sources, transforms
 from lightning_ssl.data.augment import Augmentation, Plan
@@ -154,7 +153,9 @@ class RawImages(EpochDataset):
             return RawBatch(_stack([sources.center_crop(image, size) for image in images], size), label, index)
         height, width = (torch.tensor([image.shape[axis] for image in images]) for axis in (1, 2))
         plans = self.pipeline.draw_plans(index, self.epoch, self.key, height, width)
-        crops = torch.stack([_cut(images, plan, size) for plan in plans])
+        crops = torch.empty(len(plans), len(images), 3, size, size, dtype=torch.uint8)
+        for plan, out in zip(plans, crops, strict=True):
+            _cut(images, plan, size, out)
         plans = tuple(plan._replace(box=None) for plan in plans)
         clean = None
         if self.pipeline.clean_image:
@@ -188,16 +189,14 @@ class ProbeImages(EpochDataset):
         return ProbeBatch(self.raw.pipeline.clean(batch), batch.label, batch.index)
 
 
-def _cut(images: list[Tensor], plan: Plan, size: int) -> Tensor:
-    """Crop and mirror images of any size as a plan says, [B, 3, size, size]."""
+def _cut(images: list[Tensor], plan: Plan, size: int, out: Tensor) -> None:
+    """Crop and mirror images of any size as a plan says, into `out`, [B, 3, size, size]."""
     assert plan.box is not None
     boxes = torch.empty_like(plan.box)
     boxes[:, plan.rows] = plan.box
-    crops = []
-    for image, (top, left, height, width, flip) in zip(images, boxes.T.long().tolist(), strict=True):
-        crop = F.resized_crop(image, top, left, height, width, [size, size], antialias=True)
-        crops.append(crop.flip(-1) if flip else crop)
-    return torch.stack(crops)
+    for image, (top, left, height, width, flip), result in zip(images, boxes.T.long().tolist(), out, strict=True):
+        crop = sources.resized_crop(image, top, left, height, width, size)
+        result.copy_(crop.flip(-1) if flip else crop)
 
 
 def _stack(images: list[Tensor], size: int) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import os
 import warnings
 from collections.abc import Callable, Sized
@@ -15,8 +17,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 from torchvision import datasets
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 from lightning_ssl.data import digits
@@ -243,16 +247,35 @@ class CorruptImageError(RuntimeError):
 def decode(path: str) -> Tensor:
     """Read an image file of any kind as RGB bytes, [3, H, W].
 
-    Transparency is dropped; 16-bit grey is scaled down to 8 bits (Pillow alone would clip it).
+    Transparency is dropped; 16-bit grey is scaled down to 8 bits (Pillow alone would clip it). JPEG files are decoded
+    by torchvision, which is faster; whatever it refuses, Pillow judges.
     """
     try:
-        with Image.open(path) as image:
+        with open(path, "rb") as file:
+            data = file.read()
+        if _plain_jpeg(data):
+            with contextlib.suppress(RuntimeError):
+                return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
+        with Image.open(io.BytesIO(data)) as image:
             return _bytes(image)
     except Exception as error:  # Pillow's decoders raise anything, from SyntaxError to struct.error
         raise CorruptImageError(
             f"{path} cannot be decoded ({type(error).__name__}: {error}). Repair or remove the file, or set "
             "on_corrupt='skip'."
         ) from error
+
+
+def _plain_jpeg(data: bytes) -> bool:
+    """Whether these bytes are a JPEG file with 8 bits in one channel or three: not CMYK, whose conversion varies."""
+    if data[:3] != b"\xff\xd8\xff":
+        return False
+    place = 2
+    while place + 9 < len(data) and data[place] == 0xFF:
+        kind, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+        if 0xC0 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):  # the frame's header
+            return data[place + 4] == 8 and data[place + 9] in (1, 3)
+        place += 2 + length
+    return False
 
 
 def _bytes(image: Image.Image) -> Tensor:
@@ -273,12 +296,18 @@ def decode_or_none(path: str, on_corrupt: str) -> Tensor | None:
         return None
 
 
+def resized_crop(image: Tensor, top: int, left: int, height: int, width: int, size: int) -> Tensor:
+    """Cut a box from bytes [3, H, W] and resize it (bilinear, antialiased): torchvision's pixels, in half the time."""
+    box = image[None, :, top : top + height, left : left + width].contiguous(memory_format=torch.channels_last)
+    return interpolate(box, size=(size, size), mode="bilinear", antialias=True)[0]
+
+
 def center_crop(image: Tensor, size: int) -> Tensor:
     """The usual evaluation crop, [3, size, size]: the central 7/8 of the shorter side."""
     height, width = image.shape[-2:]
     side = round(min(height, width) * 0.875)
     top, left = (height - side) // 2, (width - side) // 2
-    return F.resized_crop(image, top, left, side, side, [size, size], antialias=True)
+    return resized_crop(image, top, left, side, side, size)
 
 
 def into_memory(split: Split, size: int, on_corrupt: str) -> Split:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_WEIGHT = 2048.0  # filter weights are multiples of 1/2048: with 12-bit pixels a filter's sum stays below 2^24
-_PIXEL = 4080.0  # pixels between two filters are multiples of 1/4080, a sixteenth of a grey level
-_STEPS = 256.0  # places between two pixels, when enlarging
+WEIGHT = 2048.0  # filter weights are multiples of 1/2048: with 12-bit pixels a filter's sum stays below 2^24
+PIXEL = 4080.0  # pixels between two filters are multiples of 1/4080, a sixteenth of a grey level
+STEPS = 256.0  # places between two pixels, when enlarging
 _GRAY = (0.2989, 0.587, 0.114)
 
 
@@ -45,12 +45,12 @@ def resized_crop(
     if size < max(image.shape[2:]):
         x = to_planes(image, rows)
         return _filter(x, _reduce(x.shape[2], *down, size).transpose(1, 2), _reduce(x.shape[3], *across, size), 255.0)
-    lines = _enlarge_lines(image, rows, _places(*down, size))
-    columns = _enlarge(image.shape[3], _places(*across, size))
+    lines = _enlarge_lines(image, rows, places(*down, size))
+    columns = enlarge(image.shape[3], places(*across, size))
     out = lines.new_empty(3, len(rows), size, size)
     for plane, result in zip(lines, out, strict=True):
         torch.bmm(plane, columns, out=result)
-    return out.mul_(1 / (255 * _STEPS * _STEPS))
+    return out.mul_(1 / (255 * STEPS * STEPS))
 
 
 def _centers(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
@@ -60,20 +60,20 @@ def _centers(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
     return start[:, None] + out * (length / size)[:, None]
 
 
-def _places(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
+def places(start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
     """Those centres, as multiples of 1/256 of a source pixel from the first one's centre, kept inside the part.
 
     Interpolation weights are then multiples of 1/256: two passes over bytes need 24 bits.
     """
     center = _centers(start, length, flip, size) - 0.5
-    return (center.clamp(start[:, None], (start + length - 1)[:, None]) * _STEPS).round_()
+    return (center.clamp(start[:, None], (start + length - 1)[:, None]) * STEPS).round_()
 
 
 def _enlarge_lines(image: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     """Interpolate between the lines of bytes [B, C, H, W] at `places` [N, S]; times 256, [3, N, S, W]."""
     channels, height, width = image.shape[1:]
-    upper = (places / _STEPS).floor_()
-    weight = (places - upper * _STEPS)[None, :, :, None]
+    upper = (places / STEPS).floor_()
+    weight = (places - upper * STEPS)[None, :, :, None]
     first = torch.arange(3, device=rows.device)[:, None] % channels + rows * channels  # planes, [3, N]
     upper = upper.long() + first[:, :, None] * height  # lines, [3, N, S]
     lower = torch.where(weight[..., 0] > 0, upper + 1, upper)  # the next one may lie outside
@@ -81,13 +81,13 @@ def _enlarge_lines(image: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     upper, lower = (
         lines.index_select(0, line.flatten()).to(torch.float32).view(*line.shape, width) for line in (upper, lower)
     )
-    return upper.mul_(_STEPS - weight).add_(lower.mul_(weight))
+    return upper.mul_(STEPS - weight).add_(lower.mul_(weight))
 
 
-def _enlarge(source: int, places: Tensor) -> Tensor:
-    """Weights, times 256, of the `source` pixels of a line for the pixels at `places` [N, S]; [N, source, S]."""
-    pixel = torch.arange(source, device=places.device, dtype=torch.float32)[:, None] * _STEPS
-    return (pixel - places[:, None, :]).abs_().neg_().add_(_STEPS).clamp_(min=0)
+def enlarge(source: int, places: Tensor) -> Tensor:
+    """Weights, times 256, of the `source` pixels of a line for the pixels at `places` [..., S]; [..., source, S]."""
+    pixel = torch.arange(source, device=places.device, dtype=torch.float32)[:, None] * STEPS
+    return (pixel - places[..., None, :]).abs_().neg_().add_(STEPS).clamp_(min=0)
 
 
 def _reduce(source: int, start: Tensor, length: Tensor, flip: Tensor, size: int) -> Tensor:
@@ -97,24 +97,30 @@ def _reduce(source: int, start: Tensor, length: Tensor, flip: Tensor, size: int)
     pixel = (torch.arange(source, device=start.device, dtype=torch.float32) + 0.5)[:, None]
     first, last = start[:, None, None], (start + length)[:, None, None]
     weight = (1 - ((pixel - center) / support).abs()).clamp_(min=0) * ((pixel > first) & (pixel < last))
-    weight = (weight * _WEIGHT).round_()  # before they are summed
-    weight = (weight * (_WEIGHT / weight.sum(1, keepdim=True))).round_()
+    weight = (weight * WEIGHT).round_()  # before they are summed
+    weight = (weight * (WEIGHT / weight.sum(1, keepdim=True))).round_()
     nearest = center.clamp(first, last - 1).floor().long()
-    return weight.scatter_add_(1, nearest, _WEIGHT - weight.sum(1, keepdim=True))
+    return weight.scatter_add_(1, nearest, WEIGHT - weight.sum(1, keepdim=True))
 
 
 def _filter(x: Tensor, rows: Tensor, columns: Tensor, in_scale: float) -> Tensor:
     """Multiply each plane [H, W] by `rows` [B, S, H] from the left and by `columns` [B, W, S] from the right."""
     out = x.new_empty(3, x.shape[1], rows.shape[1], columns.shape[2])
     for plane, result in zip(x, out, strict=True):
-        y = torch.bmm(plane, columns).mul_(_PIXEL / (in_scale * _WEIGHT)).round_()
+        y = torch.bmm(plane, columns).mul_(PIXEL / (in_scale * WEIGHT)).round_()
         torch.bmm(rows, y, out=result)
-    return out.mul_(1 / (_PIXEL * _WEIGHT))
+    return out.mul_(1 / (PIXEL * WEIGHT))
 
 
 def gray(x: Tensor) -> Tensor:
     """Luma, [B, H, W], of images [3, B, H, W]."""
     return (x[0] * _GRAY[0]).add_(x[1] * _GRAY[1]).add_(x[2] * _GRAY[2])
+
+
+def average_gray(g: Tensor) -> Tensor:
+    """The mean luma, [B], of [B, H, W]."""
+    lines = g.mul(PIXEL).round_().sum(2)
+    return lines.sum(1, dtype=_exact(g)).to(torch.float32) / (PIXEL * g[0].numel())
 
 
 def blend_(x: Tensor, pixel: Tensor, luma: Tensor, mean: Tensor) -> Tensor:
@@ -123,8 +129,7 @@ def blend_(x: Tensor, pixel: Tensor, luma: Tensor, mean: Tensor) -> Tensor:
     Brightness f is (f, 0, 0), saturation f is (f, 1 - f, 0), contrast f is (f, 0, 1 - f).
     """
     g = gray(x)
-    lines = g.mul(_PIXEL).round_().sum(2)
-    average = lines.sum(1, dtype=_exact(g)).to(torch.float32) / (_PIXEL * g[0].numel())
+    average = average_gray(g)
     g.mul_(_each(luma)).add_(_each(mean * average))
     return x.mul_(_each(pixel)).add_(g).clamp_(0, 1)
 
@@ -137,13 +142,14 @@ def adjust_hue_(x: Tensor, shift: Tensor) -> Tensor:
     """
     red, green, blue = x[0], x[1], x[2]
     value = torch.maximum(torch.maximum(red, green), blue)
-    chroma = torch.minimum(torch.minimum(red, green), blue).neg_().add_(value)
-    divisor = chroma.clamp(min=1e-12)  # where it is 0 all differences are, too
-    hue = (red - green).div_(divisor).add_(4)
-    hue = torch.where(value == green, (blue - red).div_(divisor).add_(2), hue)
-    hue = torch.where(value == red, (green - blue).div_(divisor), hue).add_(_each(shift * 6))
+    chroma = value - torch.minimum(torch.minimum(red, green), blue)
+    # Products with 0 and 1 choose, exactly, and faster than `where`.
+    not_red, not_green = (value - red).sign_(), (value - green).sign_()
+    hue = (blue - red).mul_(1 - not_green).addcmul_(red - green, not_green).mul_(not_red)
+    hue.addcmul_(green - blue, 1 - not_red).div_(chroma.clamp(min=1e-12))  # where it is 0 all differences are, too
+    hue.add_(not_green.add_(1).mul_(2).mul_(not_red)).add_(_each(shift * 6))
     hue.sub_(hue.div(6).floor_().mul_(6))
-    torch.sub(value, (hue - 3).abs_().neg_().add_(2).clamp_(0, 1).mul_(chroma), out=red)
+    torch.sub(value, torch.rsub((hue - 3).abs_(), 2).clamp_(0, 1).mul_(chroma), out=red)
     torch.sub(value, (hue - 2).abs_().sub_(1).clamp_(0, 1).mul_(chroma), out=green)
     torch.sub(value, (hue - 4).abs_().sub_(1).clamp_(0, 1).mul_(chroma), out=blue)
     return x
@@ -151,13 +157,19 @@ def adjust_hue_(x: Tensor, shift: Tensor) -> Tensor:
 
 def gaussian_blur(x: Tensor, sigma: Tensor, kernel_size: int) -> Tensor:
     """Blur images [3, B, H, W] in [0, 1] with standard deviations `sigma` [B]; borders are reflected."""
-    radius = kernel_size // 2
-    offset = torch.arange(-radius, radius + 1, device=x.device, dtype=_exact(x))
-    weight = torch.softmax(-0.5 * (offset / sigma[:, None].to(offset.dtype)).square(), dim=1)
-    weight = (weight * _WEIGHT).round().to(torch.float32)  # [B, kernel_size]
-    weight[:, radius] += _WEIGHT - weight.sum(1)
+    weight = blur_weights(sigma, kernel_size)
     rows, columns = (_blur_matrix(weight, side) for side in x.shape[2:])
-    return _filter(x.mul(_PIXEL).round_(), rows.transpose(1, 2), columns, in_scale=_PIXEL)
+    return _filter(x.mul(PIXEL).round_(), rows.transpose(1, 2), columns, in_scale=PIXEL)
+
+
+def blur_weights(sigma: Tensor, kernel_size: int) -> Tensor:
+    """The weights, times 2048, of a pixel and its neighbours in a line, [B, kernel_size]."""
+    radius = kernel_size // 2
+    offset = torch.arange(-radius, radius + 1, device=sigma.device, dtype=_exact(sigma))
+    weight = torch.softmax(-0.5 * (offset / sigma[:, None].to(offset.dtype)).square(), dim=1)
+    weight = (weight * WEIGHT).round().to(torch.float32)
+    weight[:, radius] += WEIGHT - weight.sum(1)
+    return weight
 
 
 def _blur_matrix(weight: Tensor, side: int) -> Tensor:

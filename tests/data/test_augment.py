@@ -6,10 +6,12 @@ from scipy import stats
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+from lightning_ssl.data import cached
 from lightning_ssl.data.augment import (
     NUM_UNIFORMS,
     PRESETS,
     Augmentation,
+    all_at_once,
     carry_out,
     draw_boxes,
     draw_plan,
@@ -137,6 +139,23 @@ def test_bits_do_not_depend_on_batch_or_threads(side):
         assert torch.equal(views(torch.arange(60)), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("side", "size"), [(32, 32), (80, 64), (70, 96), (150, 160)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_few_images_at_a_time_are_the_whole_batch(side, size, channels):
+    """On a CPU large views are made otherwise than on a device, with the same bits."""
+    recipe = Augmentation(blur=0.5, solarize=0.3)
+    image = torch.randint(0, 256, (40, channels, side, side), dtype=torch.uint8)
+    plan = plan_for(recipe, 40, side)
+    mean, std = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
+    for given in (plan, plan._replace(box=None)):
+        pixels = image if given.box is not None else torch.randint(0, 256, (40, 3, size, size), dtype=torch.uint8)
+        at_once = all_at_once(given, recipe, pixels, size, mean, std)
+        assert torch.equal(cached.carry_out(given, recipe, pixels, size, mean, std), at_once)
+    assert torch.equal(
+        carry_out(plan, recipe, image, size, mean, std), all_at_once(plan, recipe, image, size, mean, std)
+    )
 
 
 def test_bad_recipes():

@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image
 from torchvision import datasets
+from torchvision.transforms.v2 import functional as F
 
 from lightning_ssl.data import ImageDataModule
-from lightning_ssl.data.sources import CorruptImageError, decode, load
+from lightning_ssl.data.sources import CorruptImageError, decode, load, resized_crop
 from tests.data.files import write_cifar, write_fashion_mnist, write_folder, write_stl10
 
 
@@ -147,6 +148,37 @@ def test_odd_image_files_load_as_rgb(tmp_path):
         image.save(tmp_path / name)
         pixels = decode(str(tmp_path / name)).permute(1, 2, 0).numpy()
         assert np.array_equal(pixels, np.asarray(expected)), name
+
+
+def test_jpeg_files_give_pillows_pixels(tmp_path, monkeypatch):
+    noise = np.random.default_rng(0).integers(0, 256, (37, 51, 3), dtype=np.uint8)
+    for name, mode, options in [
+        ("plain.jpg", "RGB", {}),
+        ("subsampled.jpg", "RGB", {"quality": 70, "subsampling": 2}),
+        ("progressive.jpg", "RGB", {"progressive": True}),
+        ("gray.jpg", "L", {}),
+        ("cmyk.jpg", "CMYK", {}),
+        ("comment.jpg", "RGB", {"comment": b"x" * 40_000, "dpi": (72, 72)}),
+    ]:
+        Image.fromarray(noise).convert(mode).save(tmp_path / name, **options)
+        expected = np.asarray(Image.open(tmp_path / name).convert("RGB")).astype(int)
+        pixels = decode(str(tmp_path / name)).permute(1, 2, 0).numpy()
+        assert np.abs(pixels - expected).max() <= 1, name  # two builds of one library
+    data = (tmp_path / "plain.jpg").read_bytes()
+    for kept in range(1, len(data), 97):  # wherever a file was cut off it is refused, as Pillow refuses it
+        (tmp_path / "cut.jpg").write_bytes(data[:kept])
+        with pytest.raises(CorruptImageError, match=r"cut\.jpg"):
+            decode(str(tmp_path / "cut.jpg"))
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", None)  # not asked for what torchvision reads
+        assert decode(str(tmp_path / "plain.jpg")).shape == (3, 37, 51)
+
+
+def test_crops_are_torchvisions():
+    image = torch.randint(0, 256, (60, 80, 3), dtype=torch.uint8).permute(2, 0, 1)
+    for box in [(0, 0, 60, 80), (5, 7, 41, 33), (59, 79, 1, 1), (10, 3, 20, 70), (2, 2, 32, 32)]:
+        expected = F.resized_crop(image, *box, [32, 32], antialias=True)
+        assert torch.equal(resized_crop(image, *box, 32), expected), box
 
 
 def test_missing_root_says_what_to_put_there(tmp_path):
