@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_ssl._lightning import is_a
+from lightning_ssl.doctor import gradients, optimizer, target
 from lightning_ssl.doctor import ranks as ranks_check
 from lightning_ssl.doctor.batches import trimmed
 from lightning_ssl.doctor.isolate import Ended, Isolation
@@ -17,7 +18,12 @@ from lightning_ssl.doctor.report import Finding, Report, Result, alarm
 from lightning_ssl.doctor.trial import Fit, Patient, record_moments, step_line
 
 Check = Callable[[Patient, Isolation], tuple[list[Finding], str]]
-CHECKS: dict[str, Check] = {"ranks": ranks_check.check}
+CHECKS: dict[str, Check] = {
+    "ranks": ranks_check.check,
+    "gradients": gradients.check,
+    "target": target.check,
+    "optimizer": optimizer.check,
+}
 
 
 def examine(

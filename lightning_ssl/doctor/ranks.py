@@ -26,7 +26,7 @@ WHY_SCALED = (
 )
 GATHER = (
     "gather with a differentiable collective whose backward sums over ranks (lightning_ssl.distributed.gather_rows, "
-    "torch.distributed.nn.functional.all_gather, or self.all_gather(x, sync_grads=True) times the number of ranks)"
+    "torch.distributed.nn.functional.all_gather, or self.all_gather(x, sync_grads=True))"
 )
 
 

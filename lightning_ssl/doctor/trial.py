@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ssl._lightning import is_a, overrides
+from lightning_ssl.doctor.batches import rebuilt
 
 Hooks = dict[str, Callable[..., Any]]
 
@@ -152,6 +153,8 @@ class Fit:
             nonlocal calls
             if self.feed is not None:
                 batch = self.feed[calls % len(self.feed)]
+            if self.feed is not None and "64" in str(self.settings.get("precision", "")):
+                batch = rebuilt(batch, _doubled)
             if self.keep:
                 self.entered.append(batch)
             calls += 1
@@ -192,6 +195,10 @@ class Fit:
                 return [thing for thing in found if acts(thing)]
 
             module.configure_callbacks = configure_callbacks
+
+
+def _doubled(path: Any, leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
 def acts(callback: Any) -> bool:
