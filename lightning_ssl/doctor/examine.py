@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
 
 from lightning_ssl._lightning import is_a
-from lightning_ssl.doctor import gradients, optimizer, target
+from lightning_ssl.doctor import cost, gradients, modes, optimizer, pairing, resume, start, target, views
 from lightning_ssl.doctor import ranks as ranks_check
 from lightning_ssl.doctor.batches import trimmed
 from lightning_ssl.doctor.isolate import Ended, Isolation
 from lightning_ssl.doctor.report import Finding, Report, Result, alarm
-from lightning_ssl.doctor.trial import Fit, Patient, record_moments, step_line
+from lightning_ssl.doctor.trial import Fed, Fit, Patient, record_moments, step_line
 
 Check = Callable[[Patient, Isolation], tuple[list[Finding], str]]
 CHECKS: dict[str, Check] = {
     "ranks": ranks_check.check,
+    "views": views.check,
+    "pairing": pairing.check,
     "gradients": gradients.check,
     "target": target.check,
     "optimizer": optimizer.check,
+    "resume": resume.check,
+    "modes": modes.check,
+    "start": start.check,
+    "cost": cost.check,
 }
 
 
@@ -74,22 +82,33 @@ TRIAL_STEPS = 3
 
 def first_trial(patient: Patient) -> dict[str, Any]:
     """Train as the user would for some steps; return what the loader gave and what the steps got."""
-    raw: list[Any] = []
-    length = 100
-    if patient.loader is not None:
-        try:
-            length = len(patient.loader)
-        except TypeError:
-            length = 100
-        for batch in patient.loader:
-            raw.append(batch)
-            if len(raw) == TRIAL_STEPS:
-                break
-    elif patient.given:
-        raw = patient.raw
-    patient.raw, patient.length = raw, max(1, length)
+    found: dict[str, Any] = {"raw": list(patient.raw), "length": 100}
+
+    def first_of(loader: Any) -> Any:
+        if isinstance(loader, (list, tuple, dict)):
+            combined = __import__(f"{patient.package.__name__}.utilities", fromlist=["CombinedLoader"])
+            loader = combined.CombinedLoader(loader, "max_size_cycle")
+            found["raw"] = [batch for batch, _, _ in islice(iter(loader), TRIAL_STEPS)]
+        else:
+            found["raw"] = list(islice(iter(loader), TRIAL_STEPS))
+        if not found["raw"]:
+            raise ValueError("the loader yields no batch")
+        with contextlib.suppress(TypeError):
+            found["length"] = max(1, len(loader))
+        return Fed(found["raw"], found["length"])
+
     moments: dict[str, Any] = {}
     record_moments(patient.module, moments)
-    fit = Fit(patient, steps=TRIAL_STEPS, keep=True)
+    fit = Fit(patient, steps=TRIAL_STEPS, keep=True, real=True)
+    if patient.datamodule is not None:
+        theirs = patient.datamodule.train_dataloader
+        patient.datamodule.train_dataloader = lambda: first_of(theirs())
+    elif patient.given:
+        fit.real = False
+    elif patient.loader is not None:
+        patient.loader = first_of(patient.loader)
+    else:
+        own = patient.module.train_dataloader
+        patient.module.train_dataloader = lambda: first_of(own())
     fit.run()
-    return {"raw": raw, "length": patient.length, "whole": fit.entered, "moments": moments, "losses": fit.losses}
+    return {**found, "whole": fit.entered, "moments": moments, "losses": fit.losses}

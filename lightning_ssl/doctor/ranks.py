@@ -95,7 +95,7 @@ def _measure(
     dropped = still_dropout(module)
     settings: dict[str, Any] = {"precision": precision, "gradient_clip_val": None, "accumulate_grad_batches": 1}
     if world > 1:
-        settings.update(_join_group(patient, rank, world))
+        settings.update(join_group(patient, rank, world))
     mode = Steady(note=lambda one: note(("collective", one)), disturb=disturb)
     others = OtherDraws()
     seen: dict[str, Any] = {"held": held, "dropped": dropped, "gradients": {}, "unused": [], "drawn": False}
@@ -162,7 +162,7 @@ def _outside(trainer: Any, module: Any) -> dict[str, Tensor]:
     return found
 
 
-def _join_group(patient: Patient, rank: int, world: int) -> dict[str, Any]:
+def join_group(patient: Patient, rank: int, world: int) -> dict[str, Any]:
     """Make this process one of several; gloo finds the others through a file that goes with them."""
     names = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": world, "MASTER_PORT": 29500}
     os.environ.update({key: str(value) for key, value in names.items()}, MASTER_ADDR="localhost")

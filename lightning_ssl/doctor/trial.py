@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
 import sys
 import tempfile
@@ -89,6 +90,14 @@ class Fit:
         hooks: Callback hooks, by name.
         per_epoch: Micro-batches in an epoch.
         settings: Arguments of the Trainer.
+        losses: What came of it: the loss of each backward pass.
+        entered: What entered each step, if `keep`.
+        keep: Whether to keep that.
+        real: Whether to iterate the user's own loader.
+        ckpt_path: The checkpoint to go on from.
+        saver: A further callback, which writes checkpoints.
+        watchers: Further callbacks.
+        instead: Called with the step, its batch and arguments, instead of the step.
     """
 
     patient: Patient
@@ -101,7 +110,15 @@ class Fit:
     losses: list[float] = field(default_factory=list)
     entered: list[Any] = field(default_factory=list)
     keep: bool = False
+    real: bool = False
     ckpt_path: str | None = None
+    instead: Callable[..., Any] | None = None
+    saver: Any = None
+    watchers: list[Any] = field(default_factory=list)
+
+    def cast(self, batch: Any) -> Any:
+        """The batch in the precision of the fit."""
+        return rebuilt(batch, _doubled) if "64" in str(self.settings.get("precision", "")) else batch
 
     def run(self) -> Any:
         """Train; return the Trainer."""
@@ -109,13 +126,16 @@ class Fit:
         if "torch._dynamo" in sys.modules:
             torch.compiler.set_stance("force_eager")  # hooks and modes see what a compiled module does
         module.training_step = self._wrapped(module.training_step)
-        raw = patient.raw or [torch.zeros(1)]
-        loader = Fed(raw, self.per_epoch or patient.length)
+        loader: Any = Fed(patient.raw, self.per_epoch or patient.length)
+        if self.real and not patient.given:
+            loader = patient.loader
         watcher = type("Watcher", (patient.package.Callback,), self._methods())()
         options = dict(patient.options)
         options.update(self.settings)
         theirs = [thing for thing in options.pop("callbacks", None) or [] if acts(thing)]
         given = options.pop("plugins", None)
+        if self.saver is not None:
+            options["enable_checkpointing"] = True
         settings: dict[str, Any] = {
             "accelerator": "cpu",
             "devices": 1,
@@ -132,16 +152,20 @@ class Fit:
         }
         if given is not None:
             settings["plugins"] = given
+        callbacks = [*theirs, *self.watchers, watcher, *([self.saver] if self.saver else [])]
         self._quiet_callbacks(module)
-        fitted: dict[str, Any] = {"train_dataloaders": loader}
+        fitted: dict[str, Any] = {} if loader is None else {"train_dataloaders": loader}
         if patient.datamodule is not None:
-            patient.datamodule.train_dataloader = lambda: loader
+            if not self.real:
+                patient.datamodule.train_dataloader = lambda: loader
             fitted = {"datamodule": patient.datamodule}
         if self.ckpt_path is not None:
             fitted["ckpt_path"] = self.ckpt_path
+            if "weights_only" in inspect.signature(patient.package.Trainer.fit).parameters:
+                fitted["weights_only"] = False  # it was written a moment ago
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            trainer = patient.package.Trainer(callbacks=[*theirs, watcher], **settings)
+            trainer = patient.package.Trainer(callbacks=callbacks, **settings)
             trainer.fit(module, **fitted)
         return trainer
 
@@ -153,12 +177,13 @@ class Fit:
             nonlocal calls
             if self.feed is not None:
                 batch = self.feed[calls % len(self.feed)]
-            if self.feed is not None and "64" in str(self.settings.get("precision", "")):
-                batch = rebuilt(batch, _doubled)
+                batch = self.cast(batch)
             if self.keep:
                 self.entered.append(batch)
             calls += 1
             with self.around():
+                if self.instead is not None:
+                    return self.instead(step, batch, args, kwargs)
                 return step(batch, *args, **kwargs)
 
         return training_step
@@ -289,8 +314,6 @@ def trained(trainer: Any) -> dict[int, int]:
 
 def line_of(thing: Any) -> str:
     """The file and line of a function or class."""
-    import inspect
-
     try:
         thing = inspect.unwrap(thing)
         return f"{os.path.relpath(inspect.getsourcefile(thing) or '')}:{inspect.getsourcelines(thing)[1]}"
