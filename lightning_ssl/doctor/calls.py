@@ -127,6 +127,7 @@ def losses_of(
     prepare: list[Callable[[nn.Module], None] | None] | None = None,
     change: Callable[[int, int, Tensor], Tensor] | None = None,
     steady: bool = True,
+    until: Callable[[list[float]], bool] | None = None,
 ) -> list[float]:
     """The loss of a training step on each of some batches, from the same weights and random numbers.
 
@@ -137,6 +138,7 @@ def losses_of(
         prepare: Changes the module before each batch.
         change: Given the number of the batch and of the call, changes what enters a network.
         steady: Whether dropout is off and each row draws the same.
+        until: Given the losses so far, whether they are enough.
     """
     module: Any = patient.module
     if steady:
@@ -161,6 +163,8 @@ def losses_of(
                 value = value.get("loss")
             found.append(float(value.detach()) if value is not None else sum(fit.losses[before:]))
             held.restore()
+            if until is not None and until(found):
+                break
         if calls is not None:
             calls.change = None
         return step(batch, *args, **kwargs)

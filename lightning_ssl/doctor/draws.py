@@ -221,33 +221,44 @@ def _on_redraws(loader: Any, chosen: list[int], where: str) -> list[Finding]:
         views = find_views(batch)
         if views is None:
             return []
-        draws.append([x.flatten(1).double() for x in views.of(batch)[:2]])
+        draws.append([x.double() for x in views.of(batch)[:2]])
     (a, b), (a2, b2) = draws
     if len(a) < 12 or a.shape != b.shape:
         return []
     spread = [float(x.std()) for x in (a, b)]
     if max(spread) > 1.3 * min(spread) or abs(float(a.mean() - b.mean())) > 0.3 * max(spread):
         return []  # views of another kind: their distances say nothing
+    pair = min(closeness(a, b))
+    again = [min(closeness(a, a2)), min(closeness(b, b2))]
+    if pair < 0.93 or min(again) > 0.75 or 0.75 < max(again) < 0.9:
+        return []
+    return [
+        alarm(
+            "views_of_different_samples",
+            f"the two views of an index are as far apart as views of different samples ({pair:.2f} of their distance), "
+            f"while two draws of one view are not ({min(again):.2f})",
+            "the loss pulls together what does not belong together",
+            "make both views from the sample of this index",
+            where,
+        )
+    ]
 
-    def closeness(x: Tensor, y: Tensor) -> float:
-        distances = torch.cdist(x, y)
+
+def closeness(x: Tensor, y: Tensor) -> list[float]:
+    """The distance of two views of a sample relative to that of different samples: whole, and of their moments."""
+    found = []
+    for features in (lambda v: v.flatten(1), _moments):
+        distances = torch.cdist(features(x), features(y))
         own = distances.diagonal()
         others = (distances.sum(dim=1) - own) / (len(x) - 1)
-        return float((own / others).median())
+        found.append(float((own / others.clamp_min(1e-12)).median()))
+    return found
 
-    pair, redrawn = closeness(a, b), max(closeness(a, a2), closeness(b, b2))
-    if pair > 0.95 and redrawn < 0.75:
-        return [
-            alarm(
-                "views_of_different_samples",
-                f"the two views of an index are as far apart as views of different samples ({pair:.2f} of their "
-                f"distance), while two draws of one view are not ({redrawn:.2f})",
-                "the loss pulls together what does not belong together",
-                "make both views from the sample of this index",
-                where,
-            )
-        ]
-    return []
+
+def _moments(x: Tensor) -> Tensor:
+    """Mean and spread of each channel: what crops leave alone."""
+    flat = x.flatten(2) if x.ndim > 2 else x[:, None]
+    return torch.cat([flat.mean(dim=2), flat.std(dim=2)], dim=1)
 
 
 def _on_stream(loader: Any) -> tuple[list[Finding], str]:

@@ -34,6 +34,7 @@ class Outcome:
     value: Any = None
     problem: str = ""
     hung: bool = False
+    died: bool = False
     notes: list[Any] = field(default_factory=list)  # what it said on the way
 
 
@@ -79,7 +80,7 @@ class Isolation:
                 for process in processes:
                     _kill(process)
             for rank, outcome in enumerate(outcomes):
-                if outcome.problem and not outcome.hung and os.path.exists(said := f"{folder}/{rank}"):
+                if outcome.died and os.path.exists(said := f"{folder}/{rank}"):
                     outcome.problem += _last_words(said)
         return outcomes
 
@@ -107,6 +108,7 @@ def _collect(pipes: list[Connection], processes: list[Any], outcomes: list[Outco
             except EOFError:
                 processes[rank].join(5)
                 outcomes[rank].problem = _death(processes[rank].exitcode)
+                outcomes[rank].died = True
                 del open_[rank]
                 continue
             if kind == "note":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,8 @@ from lightning_ssl.doctor.isolate import Ended, Isolation
 from lightning_ssl.doctor.report import Finding, alarm, info
 from lightning_ssl.doctor.trial import Fit, Patient, step_line
 
-SHUFFLES, DRAWS = 8, 4
-SIGMAS = 4.0
+SHUFFLES, DRAWS = 8, 8  # orders to compare with, draws of the weights
+EACH, TOGETHER = 1.5, 3.0  # standard deviations: of every draw, and of their mean
 REMEDY = "follow one sample's index from the loader to the loss: cat and chunk, view and flatten, gather and flip"
 
 
@@ -142,7 +143,8 @@ def _shuffled_inside(patient: Patient, precision: str, at: int, rows: slice) -> 
     def change(number: int, call: int, x: Tensor) -> Tensor:
         if number == 0 or call != at:
             return x
-        order = torch.randperm(len(x[rows]), generator=torch.Generator().manual_seed(number))
+        count = len(x[rows])
+        order = torch.tensor(random.Random(number).sample(range(count), count))  # torch's draws are held steady here
         x = x.clone()
         x[rows] = x[rows][order]
         return x
@@ -178,45 +180,65 @@ def _arranged(patient: Patient, views: Views, precision: str) -> list[Finding]:
     other = one.roll(n // 2, 0)[torch.arange(n) // 2 * 2]
     batches.append(views.put(batch, [doubled, other]))  # neighbours equal, the views of a row not
     batches += [views.put(batch, [one, one[torch.randperm(n, generator=generator)]]) for _ in range(SHUFFLES)]
+    names = [*known, "neighbours in one view"]
     prepare: list[Callable[[nn.Module], None] | None] = []
     for draw in range(DRAWS):
         prepare += [None if draw == 0 else _redrawn(draw)] * len(batches)
-    losses = losses_of(patient, batches * DRAWS, precision, prepare)
-    tables = [losses[i : i + len(batches)] for i in range(0, len(losses), len(batches))]
-    names = [*known, "neighbours in one view"]
-    scores: list[list[float]] = []  # draws x (right, known orders)
-    for table in tables:
-        random = torch.tensor(table[1 + len(names) :], dtype=torch.float64)
-        spread = max(float(random.std()), 1e-9 * max(1.0, abs(float(random.mean()))))
-        scores.append([(value - float(random.mean())) / spread for value in table[: 1 + len(names)]])
-    if not all(math.isfinite(score) for row in scores for score in row):
+
+    def scores(losses: list[float]) -> list[list[float]]:
+        """By draw of the weights, how far the right order and the known ones lie from random ones."""
+        found = []
+        for i in range(0, len(losses) - len(batches) + 1, len(batches)):
+            others = torch.tensor(losses[i + 1 + len(names) : i + len(batches)], dtype=torch.float64)
+            spread = max(float(others.std()), 1e-9 * max(1.0, abs(float(others.mean()))))
+            found.append([(x - float(others.mean())) / spread for x in losses[i : i + 1 + len(names)]])
+        return found
+
+    def settled(losses: list[float]) -> bool:
+        """Whether no order but the right one can still be the lowest in every draw."""
+        table = scores(losses)
+        if len(losses) % len(batches) or not table:
+            return False
+        return not _lowest(table) and not all(row[0] > EACH for row in table)
+
+    table = scores(losses_of(patient, batches * DRAWS, precision, prepare, until=settled))
+    if len(table) < DRAWS or not all(math.isfinite(score) for row in table for score in row):
         return []
     where = step_line(patient.module)
-    for k, name in enumerate(names, start=1):
-        if all(row[k] < -SIGMAS and row[0] > -SIGMAS / 2 for row in scores):
+    mean = [sum(column) / DRAWS for column in zip(*table, strict=True)]
+    for k in _lowest(table):
+        if mean[k] < -TOGETHER and mean[0] > -EACH:
             return [
                 alarm(
                     "mispaired",
-                    f"the loss pairs the wrong rows: for two equal views it is lowest when the second one's rows are "
-                    f"{name} ({min(row[k] for row in scores):.1f} standard deviations below a random order, the right "
-                    f"order {scores[0][0]:+.1f})",
+                    "the loss pairs the wrong rows: for two equal views it is lowest when the second one's rows are "
+                    f"{names[k - 1]} ({mean[k]:.1f} standard deviations from a random order, the right order "
+                    f"{mean[0]:+.1f}; mean over {DRAWS} draws of the weights)",
                     "views of different samples are pulled together",
                     REMEDY,
                     where,
                 )
             ]
-    if all(row[0] > SIGMAS for row in scores):
+    if all(row[0] > EACH for row in table) and mean[0] > TOGETHER:
         return [
             alarm(
                 "pushes_apart",
-                f"the loss is higher for equal views in the right order than in any other, by "
-                f"{min(row[0] for row in scores):.1f} standard deviations: it pushes the views of a sample apart",
+                f"for two equal views the loss is higher in the right order than in random ones, by {mean[0]:.1f} "
+                f"standard deviations (mean over {DRAWS} draws of the weights): it pushes the views of a sample apart",
                 "a sign is wrong, or positives and negatives are exchanged",
                 "look at the sign of the similarity, and at the mask of the positives",
                 where,
             )
         ]
     return []
+
+
+def _lowest(table: list[list[float]]) -> list[int]:
+    """The orders that were lower than random ones in every draw so far, while the right one was not."""
+    orders = range(1, len(table[0]))
+    right = sum(row[0] for row in table) / len(table)
+    found = [k for k in orders if all(row[k] < -EACH for row in table)]
+    return sorted(found, key=lambda k: sum(row[k] for row in table)) if right > -EACH else []
 
 
 def _redrawn(draw: int) -> Callable[[nn.Module], None]:

@@ -54,6 +54,9 @@ def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
     together = isolation.several(_measure, world, patient, shares, precision, world, 3, False)
     held = info_on_held(patient, whole)
     if any(rank.value is None for rank in together):
+        refused = [rank.problem for rank in together if "mark a variable ready" in rank.problem]
+        if refused:  # DDP's own restriction on gradient checkpoints that run twice
+            return held, f"DDP refuses this module without static_graph=True: {refused[0][:200]}"
         return [*held, _ended(patient, together)], ""
     ranks = [rank.value for rank in together]
     judged = _Judged(patient, whole, [part.value for part in alone], ranks, precision)

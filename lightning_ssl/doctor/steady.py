@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ class Steady(TorchDispatchMode):
         sent = _sent(name, args)
         tensors = [x for x in sent if isinstance(x, Tensor)]
         shape = tuple(tensors[0].shape) if tensors else ()
-        graph = any(x.requires_grad or x.grad_fn is not None for x in tensors)
+        graph = any(x.requires_grad or x.grad_fn is not None for x in tensors) or _in_function()
         one = Collective(name, shape, where, graph, logging)
         self.collectives.append(one)
         if self.note is not None:
@@ -153,6 +154,18 @@ def _swapped(value: Any, changed: dict[int, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_swapped(item, changed) for item in value]
     return changed.get(id(value), value)
+
+
+def _in_function() -> bool:
+    """Whether an autograd function that was given a tensor of the graph sends a copy of it."""
+    frame: Any = sys._getframe(3)
+    for _ in range(12):
+        if frame is None:
+            return False
+        if "ctx" in frame.f_locals:
+            return any(isinstance(x, Tensor) and x.requires_grad for x in frame.f_locals.values())
+        frame = frame.f_back
+    return False
 
 
 def _origin() -> tuple[str, tuple[str, ...], bool]:

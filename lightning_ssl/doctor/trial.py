@@ -118,7 +118,7 @@ class Fit:
 
     def cast(self, batch: Any) -> Any:
         """The batch in the precision of the fit."""
-        return rebuilt(batch, _doubled) if "64" in str(self.settings.get("precision", "")) else batch
+        return rebuilt(batch, _doubled if "64" in str(self.settings.get("precision", "")) else _copied)
 
     def run(self) -> Any:
         """Train; return the Trainer."""
@@ -179,7 +179,7 @@ class Fit:
                 batch = self.feed[calls % len(self.feed)]
                 batch = self.cast(batch)
             if self.keep:
-                self.entered.append(batch)
+                self.entered.append(rebuilt(batch, _copied))
             calls += 1
             with self.around():
                 if self.instead is not None:
@@ -222,7 +222,13 @@ class Fit:
             module.configure_callbacks = configure_callbacks
 
 
+def _copied(path: Any, leaf: Any) -> Any:
+    """For a step may change its batch in place, or ask for its gradient."""
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
 def _doubled(path: Any, leaf: Any) -> Any:
+    leaf = _copied(path, leaf)
     return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
