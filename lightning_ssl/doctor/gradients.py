@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_ssl.doctor.batches import tensors
 from lightning_ssl.doctor.isolate import Isolation
 from lightning_ssl.doctor.report import Finding, alarm, info
-from lightning_ssl.doctor.trial import Fit, Patient, child_of, listed, step_line, trained
+from lightning_ssl.doctor.trial import Fit, Patient, child_of, listed, step_line
 from lightning_ssl.doctor.twins import find_twins, learning_targets
 
 STEPS = 3
@@ -65,7 +65,6 @@ def _watch(patient: Patient) -> dict[str, Any]:
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     got: set[str] = set()
     alive: set[str] = set()
-    broken: list[str] = []
     places: list[str] = []
     seen: dict[str, Any] = {"stepped": 0}
 
@@ -74,18 +73,26 @@ def _watch(patient: Patient) -> dict[str, Any]:
             got.add(name)
             if name not in alive and bool((grad != 0).any()):
                 alive.add(name)
-            if not broken and not bool(grad.isfinite().all()):
-                broken.append(name)
+            if not places and not bool(grad.isfinite().all()):
+                places.append(f"the gradient of {name}; the forward pass and the loss are finite")
 
         return keep
 
-    def on_train_start(_: Any, trainer: Any, *args: Any) -> None:
+    def on_train_batch_start(_: Any, trainer: Any, *args: Any) -> None:
+        if "trains" in seen:
+            return
         for name, p in module.named_parameters():
             if p.requires_grad:
                 p.register_hook(hook(name))
-        counts = trained(trainer)
-        seen["trains"] = [n for n, p in module.named_parameters() if id(p) in counts and p.requires_grad]
+        seen["trains"] = []
         seen["all"] = sum(p.requires_grad for p in module.parameters())
+
+    def on_before_optimizer_step(_: Any, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # As it is now: prototypes and last layers are often frozen for the first epoch, within the step.
+        seen["trains"] += [
+            n for n, p in module.named_parameters() if id(p) in members and p.requires_grad and n not in seen["trains"]
+        ]
 
     def on_before_backward(_: Any, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         seen["stepped"] += 1
@@ -100,26 +107,29 @@ def _watch(patient: Patient) -> dict[str, Any]:
             places.append(f"the batch, at {path}")
     # As they are before the first step: twins begin equal.
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    hooks = {"on_train_start": on_train_start, "on_before_backward": on_before_backward}
+    hooks = {
+        "on_train_batch_start": on_train_batch_start,
+        "on_before_backward": on_before_backward,
+        "on_before_optimizer_step": on_before_optimizer_step,
+    }
     settings = {"gradient_clip_val": None}
     Fit(patient, steps=STEPS, feed=patient.steps, hooks=hooks, settings=settings).run()
     with torch.no_grad():
         for name, p in module.named_parameters():
             p.copy_(before[name])
     findings = []
-    if places or broken:
-        first = places[0] if places else f"the gradient of {broken[0]}; the forward pass and the loss are finite"
+    if places:
         findings.append(
             alarm(
                 "non_finite",
-                f"numbers that are not finite arise in the first {STEPS} steps; the first is {first}",
+                f"numbers that are not finite arise in the first {STEPS} steps; the first is {places[0]}",
                 "one such number in the gradient makes all weights NaN",
                 "look at this place: a square root or norm of zero, a logarithm, a division by a spread of zero, an "
                 "exponential of a large number; add an epsilon inside, or clamp",
-                f"{places[0] if places else broken[0]}; {step_line(module)}",
+                f"{places[0]}; {step_line(module)}",
             )
         )
-    learning = alive if not broken else got
+    learning = alive if not places else got
     for twin in learning_targets(module, learning):
         findings.append(
             alarm(
@@ -147,7 +157,7 @@ def _watch(patient: Patient) -> dict[str, Any]:
     return {
         "findings": findings,
         "stepped": seen["stepped"],
-        "silent": {} if places or broken else silent,
+        "silent": {} if places else silent,
         "wholly": wholly,
         "got": len(got),
         "all": seen.get("all", 0),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssl._lightning import overrides
-from lightning_ssl.doctor.calls import Calls, first_tensor
+from lightning_ssl.doctor.calls import Calls, Held, first_tensor
 from lightning_ssl.doctor.isolate import SEED, Ended, Isolation, seed_all
 from lightning_ssl.doctor.ranks import compare
 from lightning_ssl.doctor.report import Finding, alarm, info
@@ -111,11 +111,12 @@ def _random_in_eval(patient: Patient) -> tuple[list[Finding], str]:
     found: dict[str, Any] = {}
 
     def instead(step: Any, batch: Any, args: Any, kwargs: Any) -> Any:
-        value = step(batch, *args, **kwargs)
+        held = Held(module)
+        step(fit.cast(batch), *args, **kwargs)
         entry = next((c for c in calls.made if c.entry and c.grad and c.entered is not None), None)
-        if entry is None or found:
-            return value
-        modes = [(m, m.training) for m in module.modules()]
+        held.restore()
+        if entry is None:
+            return step(batch, *args, **kwargs)
         module.eval()
         runs = [("forward", module)] if overrides(module, "forward") else []
         runs.append((entry.path, module.get_submodule(entry.path)))
@@ -130,11 +131,11 @@ def _random_in_eval(patient: Patient) -> tuple[list[Finding], str]:
                 continue  # it wants other arguments
             if outputs[0] is not None and outputs[1] is not None:
                 found[name] = (mode.draws, _differs(*outputs))
-        for m, mode_ in modes:
-            m.training = mode_
-        return value
+        held.restore()
+        return step(batch, *args, **kwargs)
 
-    Fit(patient, 1, patient.steps[:1], instead=instead).run()
+    fit = Fit(patient, 1, patient.steps[:1], instead=instead)
+    fit.run()
     if not found:
         return [], "no network could be called by itself in eval mode"
     for name, (drawn, differs) in found.items():

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.doctor.batches import Views, count_rows, divisible, find_views, take
+from lightning_ssl.doctor.batches import Views, count_rows, divisible, find_views, parts, take
 from lightning_ssl.doctor.calls import Calls, losses_of
 from lightning_ssl.doctor.isolate import Ended, Isolation
 from lightning_ssl.doctor.report import Finding, alarm, info
-from lightning_ssl.doctor.trial import Fit, Patient, step_line
+from lightning_ssl.doctor.target import learning
+from lightning_ssl.doctor.trial import Fit, Patient, hold_norms, step_line
+from lightning_ssl.doctor.twins import find_twins
 
 SHUFFLES, DRAWS = 8, 8  # orders to compare with, draws of the weights
 EACH, TOGETHER = 1.5, 3.0  # standard deviations: of every draw, and of their mean
@@ -93,17 +95,31 @@ def _in_batch(
         found = alarm("view_unused", *texts) if len(tensors) == 2 else info("view_unused", *texts)
         return [found], True
     if unseen and len(unseen) == count:
-        return [
-            alarm(
-                "pairing_unseen",
-                f"the loss does not see which views belong together: shuffling the rows of a view leaves it at "
-                f"{base:.6g}",
-                "nothing pulls the views of one sample together, so that there is nothing to learn from them",
-                REMEDY,
-                where,
-            )
-        ], True
+        return [_unseen(patient, isolation, precision, "the rows of a view", base)], True
     return [], True
+
+
+def _unseen(patient: Patient, isolation: Isolation, precision: str, what: str, base: float) -> Finding:
+    texts = (
+        f"the loss does not see which views belong together: shuffling {what} leaves it at {base:.6g}",
+        "nothing pulls the views of one sample together, so that there is nothing to learn from them",
+        REMEDY,
+        step_line(patient.module),
+    )
+    copies = [twin for twin in find_twins(patient.module, learning(patient, isolation)) if twin.copied]
+    if not copies and isolation.one(_adds_up, patient, precision):
+        return info("views_apart", texts[0], "each row has a loss of its own, as in reconstruction", where=texts[3])
+    return alarm("pairing_unseen", *texts)
+
+
+def _adds_up(patient: Patient, precision: str) -> bool:
+    """Whether the loss of a batch is the mean of its halves' losses: each row has its own."""
+    hold_norms(patient.module, patient.moments)
+    halves = parts(patient.steps[0], 2)
+    if halves is None:
+        return False
+    whole, *each = losses_of(patient, [patient.steps[0], *halves], precision)
+    return abs(whole - sum(each) / 2) <= 1e-5 * max(1e-6, abs(whole))
 
 
 def _inside(patient: Patient, isolation: Isolation, precision: str, slack: float) -> tuple[list[Finding], str]:
@@ -120,16 +136,8 @@ def _inside(patient: Patient, isolation: Isolation, precision: str, slack: float
         return [], "the batch holds one view of each sample, and the step makes no second one that could be shuffled"
     losses = isolation.one(_shuffled_inside, patient, precision, at, rows)
     if all(abs(loss - losses[0]) <= slack * max(1e-6, abs(losses[0])) for loss in losses[1:]):
-        return [
-            alarm(
-                "pairing_unseen",
-                f"the loss does not see which views belong together: shuffling the rows that enter {paths[at]} in its "
-                f"call number {at + 1} leaves it at {losses[0]:.6g}",
-                "nothing pulls the views of one sample together",
-                REMEDY,
-                step_line(patient.module),
-            )
-        ], ""
+        what = f"the rows that enter {paths[at]} in its call number {at + 1}"
+        return [_unseen(patient, isolation, precision, what, losses[0])], ""
     return [info("pairing_seen", f"shuffling the rows of one call of {paths[at]} changes the loss")], ""
 
 

@@ -74,7 +74,10 @@ def _train(patient: Patient, path: str, resume: bool) -> dict[str, Any]:
 def everything(module: Any, trainer: Any) -> dict[str, Any]:
     """By name, all that a module and its optimizers hold: parameters, buffers, attributes, moments, rates."""
     found: dict[str, Any] = {f"parameter {n}": p.detach().clone() for n, p in module.named_parameters()}
-    found.update({f"buffer {n}": b.detach().clone() for n, b in module.named_buffers()})
+    saved = module.state_dict()
+    for name, buffer in module.named_buffers():
+        kind = "buffer" if name in saved else "non-persistent buffer"
+        found[f"{kind} {name}"] = buffer.detach().clone()
     usual = _lightnings()
     for path, part in module.named_modules():
         for name, value in vars(part).items():
@@ -143,6 +146,18 @@ def _judged(straight: dict[str, Any], resumed: dict[str, Any]) -> list[Finding]:
     matters = [n for n in after if n.startswith(("parameter", "buffer")) or n.endswith(" lr")]
     loss = not all(_same(a, b, 1e-5) for a, b in zip(straight["losses"], resumed["losses"], strict=False))
     named = [n for n in lost if not n.startswith("optimizer")]
+    declared = bool(lost) and all(n.startswith("non-persistent") for n in lost)
+    if declared and (matters or loss):
+        return [
+            info(
+                "not_resumed_as_declared",
+                f"the step after save and load is not the one that would have followed: {listed(named)} are declared "
+                "not to be saved (persistent=False), and begin anew",
+                "a resumed run has another queue or centre for a while; packages like lightly choose that",
+                "register them with persistent=True to go on where the run stopped",
+                listed(named),
+            )
+        ]
     if matters or loss:
         moved = f"{len(matters)} parameters, buffers and rates differ" if matters else "the loss differs"
         missing = listed(named or lost) if lost else "nothing that the module or its optimizers hold: a global"

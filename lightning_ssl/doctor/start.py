@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssl.doctor.batches import count_rows
-from lightning_ssl.doctor.calls import Calls
+from lightning_ssl.doctor.calls import Calls, Held
 from lightning_ssl.doctor.isolate import SEED, Isolation, seed_all
 from lightning_ssl.doctor.report import Finding, alarm, info
 from lightning_ssl.doctor.trial import Fit, Patient, step_line
@@ -110,9 +110,8 @@ def _start(patient: Patient) -> dict[str, Any]:
         return sum(fit.losses[before:]) if len(fit.losses) > before else None
 
     def instead(step: Any, batch: Any, args: Any, kwargs: Any) -> Any:
-        before = len(fit.losses)
-        value = step(batch, *args, **kwargs)
-        values.append(loss_of(value, before))
+        held, before = Held(module), len(fit.losses)
+        values.append(loss_of(step(fit.cast(batch), *args, **kwargs), before))
         with_rows = [c for c in calls.made if c.left is not None and c.grad and c.left.ndim == 2 and len(c.left) >= max(4, n)]
         learnt = [c for c in with_rows if any(True for _ in module.get_submodule(c.path).parameters())]
         for path in dict.fromkeys(c.path for c in learnt):
@@ -125,11 +124,12 @@ def _start(patient: Patient) -> dict[str, Any]:
                 return output + output.detach().std() * 10 * torch.randn_like(output) if isinstance(output, Tensor) else output
 
             handle = last.register_forward_hook(noise)
-            found = loss_of(step(batch, *args, **kwargs), len(fit.losses))
+            found = loss_of(step(fit.cast(batch), *args, **kwargs), len(fit.losses))
             handle.remove()
             if found is not None:
                 independent.append(found)
-        return value
+        held.restore()
+        return step(batch, *args, **kwargs)
 
     fit = Fit(patient, 1, patient.steps[:1], instead=instead)
     fit.run()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_ssl.doctor.isolate import Ended, Isolation
 from lightning_ssl.doctor.report import Finding, alarm, info
 from lightning_ssl.doctor.trial import Fit, Patient, batch_norms, listed
-from lightning_ssl.doctor.twins import Twin, find_twins
+from lightning_ssl.doctor.twins import Twin, find_twins, learning_targets
 
 STATED = re.compile(r"(^|_)(momentum|ema|decay|tau|m)(_|$)")
 NOT_STATED = re.compile(r"weight|lr|bn|sgd|batch|temp|step|epoch|adam|optim|warm")
@@ -31,8 +31,8 @@ class Move:
 
 
 def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
-    learning = isolation.one(_learning, patient)
-    twins = find_twins(patient.module, learning)
+    names = learning(patient, isolation)
+    twins = [*find_twins(patient.module, names), *learning_targets(patient.module, names)]
     if not twins:
         return [info("no_target", "no part of the module is a copy of another that does not learn: no target network")], ""
     findings: list[Finding] = []
@@ -54,6 +54,11 @@ def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
     return findings, ""
 
 
+def learning(patient: Patient, isolation: Isolation) -> set[str]:
+    """The names of the parameters that get gradients in the first step."""
+    return isolation.one(_learning, patient)
+
+
 def _learning(patient: Patient) -> set[str]:
     got: set[str] = set()
     for name, p in patient.module.named_parameters():
@@ -68,7 +73,7 @@ def _follow(patient: Patient, twins: list[Twin], precision: str, accumulate: int
     module: Any = patient.module
     moves: dict[str, list[Move]] = {twin.target: [] for twin in twins}
     last: dict[str, tuple[Tensor, Tensor]] = {}
-    state: dict[str, Any] = {"event": "", "batch": 0, "steps": [], "skipped": None, "called": set(), "in_optimizer": []}
+    state: dict[str, Any] = {"event": "", "batch": 0, "steps": [], "skipped": None, "called": set(), "in_optimizer": set()}
 
     def look(event: str) -> None:
         for twin in twins:
@@ -94,15 +99,14 @@ def _follow(patient: Patient, twins: list[Twin], precision: str, accumulate: int
                 for online, _target in twin.pairs(module):
                     noise = torch.randn(online.shape, generator=generator).to(online)
                     online.add_(noise * 0.1 * (online.std() if online.numel() > 1 else 1.0).clamp_min(1e-3))
-        members = {id(p) for o in trainer.optimizers for g in o.param_groups for p in g["params"]}
-        for twin in twins:
-            theirs = list(module.get_submodule(twin.target).parameters())
-            if any(id(p) in members and p.requires_grad for p in theirs):
-                state["in_optimizer"].append(twin.target)
         look("training starts")
 
     def on_before_optimizer_step(_: Any, trainer: Any, module: Any, optimizer: Any) -> None:
         look("optimizer begins")
+        members = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        for twin in twins:
+            if any(id(p) in members for p in module.get_submodule(twin.target).parameters()):
+                state["in_optimizer"].add(twin.target)
         state["steps"].append(state["batch"])
 
     def on_train_batch_start(_: Any, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -185,14 +189,19 @@ def _judged(patient: Patient, twin: Twin, seen: dict[str, Any], gathered: dict[s
     moves: list[Move] = seen["moves"][twin.target]
     findings: list[Finding] = []
     strayed = [move for move in moves if move.misfit > 0.05]
-    if strayed and (twin.target in seen["in_optimizer"] or strayed[0].between[0] == "optimizer begins"):
+    if twin.target in seen["in_optimizer"]:
+        how = (
+            f"and moves, but not towards {twin.online}: {strayed[0].misfit:.0%} of a change has another direction"
+            if strayed
+            else "which does not move it as long as it gets no gradient"
+        )
         findings.append(
             alarm(
                 "target_in_optimizer",
-                f"{twin.target} moves in the optimizer's step, and not towards {twin.online} ({strayed[0].misfit:.0%} "
-                "of its change has another direction)",
-                "the optimizer's gradients, decay or momentum move the target beside its moving average",
-                "leave its parameters out of the optimizer and set requires_grad_(False) on them",
+                f"{twin.target} follows {twin.online}, and stands in the optimizer with requires_grad=True, {how}",
+                "gradients, decay or momentum move the target beside its moving average as soon as a gradient gets "
+                "there; plain DDP stops at parameters that get none",
+                "leave its parameters out of the optimizer, or set requires_grad_(False) on them",
                 where,
             )
         )
@@ -238,8 +247,6 @@ def _judged(patient: Patient, twin: Twin, seen: dict[str, Any], gathered: dict[s
         text = f"{twin.target} follows {twin.online} with momentum {measured:.6g}, once a step"
         kept = seen["buffers"][twin.target]
         text += f"; its batch-norm statistics are {kept}" if kept else ""
-        if twin.target in seen["in_optimizer"]:
-            text += "; it stands in the optimizer, which does not move it as it gets no gradient"
         findings.append(info("target_follows", text, where=where))
     return findings
 

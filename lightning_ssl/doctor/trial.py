@@ -41,6 +41,7 @@ class Patient:
         whole: The same, uncut.
         moments: By path, what each batch normalisation normalised by: mean and variance.
         losses: Of the trial's steps.
+        device: Where fits on one process run.
     """
 
     module: Any
@@ -55,6 +56,7 @@ class Patient:
     whole: list[Any] = field(default_factory=list)
     moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    device: str = "cpu"
 
     @property
     def package(self) -> Any:
@@ -137,7 +139,7 @@ class Fit:
         if self.saver is not None:
             options["enable_checkpointing"] = True
         settings: dict[str, Any] = {
-            "accelerator": "cpu",
+            "accelerator": patient.device if "devices" not in self.settings else "cpu",
             "devices": 1,
             "max_epochs": 100,
             "default_root_dir": tempfile.mkdtemp(),
@@ -306,16 +308,6 @@ def sampled(x: Tensor, most: int = 4096) -> Tensor:
     """Some entries of a tensor, evenly spaced, in double precision."""
     flat = x.detach().reshape(-1)
     return flat[:: max(1, len(flat) // most)].double().cpu().clone()
-
-
-def trained(trainer: Any) -> dict[int, int]:
-    """By id, how many times each parameter stands in the optimizers."""
-    found: dict[int, int] = {}
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                found[id(p)] = found.get(id(p), 0) + 1
-    return found
 
 
 def line_of(thing: Any) -> str:

@@ -174,6 +174,7 @@ BUGS = [
         options={"accumulate_grad_batches": 2},
     ),
     Bug("target_in_optimizer", lambda: Siamese("target_in_optimizer"), "target", "target_in_optimizer", "optimizer"),
+    Bug("target_is_trained", lambda: Siamese("target_learns"), "target", "target_in_optimizer", "another direction"),
     # Optimizer
     Bug("forgotten_projector", lambda: Optimized("forgotten_projector"), "optimizer", "in_no_group", "projector", fast=True),
     Bug("two_optimizers", lambda: Optimized("two_optimizers"), "optimizer", "in_two_groups", "projector"),
@@ -198,8 +199,9 @@ BUGS = [
         options={"max_epochs": 20},
     ),
     # Resume
-    Bug("plain_queue", lambda: Queued("plain_queue"), "resume", "not_resumed", "attribute queue"),
-    Bug("lost_queue", lambda: Queued("lost_queue"), "resume", "not_resumed", "buffer queue", fast=True),
+    Bug("plain_queue", lambda: Queued("plain_queue"), "resume", "not_resumed", "attribute queue", fast=True),
+    Bug("listed_queue", lambda: Queued("listed_queue"), "resume", "not_resumed", "attribute memory"),
+    Bug("refuses_its_own", lambda: Queued("refuses_its_own"), "resume", "cannot_resume", "KeyError"),
     Bug("counter", lambda: Siamese("counter"), "resume", "not_resumed", "attribute steps"),
     # Modes
     Bug("still_norm", lambda: Moded("still_norm"), "modes", "statistics_never_updated", "backbone.1", fast=True),

@@ -166,7 +166,7 @@ class Contrast(Base):
         if self.bug == "zero_loss":
             return 0 * (z1 - z2).sum()
         if self.bug == "square_root":
-            return (z1 - z1.detach()).norm(dim=1).mean() + nt_xent_both(z1, z2, self.gather)
+            return (z1 - z1.detach()).square().sum(1).sqrt().mean() + nt_xent_both(z1, z2, self.gather)
         if self.bug == "no_positives":
             return sum((1 - z.std(0)).clamp_min(0).sum() + z.mean() ** 2 for z in (z1, z2))  # type: ignore[return-value]
         loss = nt_xent_both(z1, z2, self.gather)
@@ -239,20 +239,6 @@ class Siamese(Base):
         if self.bug == "twice":
             self.follow()
 
-    def configure_optimizers(self) -> Any:
-        if self.bug == "target_in_optimizer":
-            for p in self.target.parameters():
-                p.grad = torch.zeros_like(p)
-            return KeepsGradients(self.parameters(), lr=0.05, weight_decay=0.1)
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class KeepsGradients(torch.optim.SGD):
-    """Zeroes gradients instead of forgetting them, so that decay moves all that it holds."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        super().zero_grad(set_to_none=False)
-
 
 class Queued(Base):
     """MoCo: keys of a momentum encoder and a queue of older ones."""
@@ -261,7 +247,9 @@ class Queued(Base):
         super().__init__(bug)
         self.key_encoder = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector)).requires_grad_(False)
         start = F.normalize(torch.randn(32, DIM), dim=1)
-        if bug == "plain_queue":
+        if bug == "listed_queue":
+            self.memory = {"keys": start}
+        elif bug == "plain_queue":
             self.queue = start
         else:
             self.register_buffer("queue", start, persistent=bug != "lost_queue")
@@ -273,10 +261,18 @@ class Queued(Base):
                 k.lerp_(q, 0.01)
             keys = F.normalize(self.key_encoder(x2), dim=1)
         q = F.normalize(self.embed(x1), dim=1)
-        logits = torch.cat([(q * keys).sum(1, keepdim=True), q @ self.queue.clone().T], dim=1) / 0.2
-        with torch.no_grad():
-            self.queue = torch.cat([keys, self.queue[: -len(keys)]])
+        queue = self.memory["keys"] if self.bug == "listed_queue" else self.queue
+        logits = torch.cat([(q * keys).sum(1, keepdim=True), q @ queue.to(q).clone().T], dim=1) / 0.2
+        queue = torch.cat([keys, queue[: -len(keys)].to(q)])
+        if self.bug == "listed_queue":
+            self.memory["keys"] = queue
+        else:
+            self.queue = queue
         return F.cross_entropy(logits, torch.zeros(len(q), dtype=torch.long))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.bug == "refuses_its_own":
+            self.start = checkpoint["start"]
 
 
 class Optimized(Contrast):
