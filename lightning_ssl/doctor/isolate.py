@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing as mp
 import os
@@ -86,7 +87,7 @@ class Isolation:
 
 
 def start_method(device: str) -> str:
-    """"fork" gives each process the live objects, also such as cannot be pickled; threads of CUDA forbid it."""
+    """ "fork" gives each process the live objects, also such as cannot be pickled; threads of CUDA forbid it."""
     forks = sys.platform == "linux" and device == "cpu" and not torch.cuda.is_initialized()
     return "fork" if forks else "spawn"
 
@@ -153,6 +154,7 @@ def _alone(rank: int, note: Callable[[Any], None], work: Callable[..., Any], arg
 
 def _child(pipe: Any, rank: int, limit: float, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setsid()
+    faulthandler.disable()  # a crash is told in one line
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -199,7 +201,11 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 def foreign(file: str) -> bool:
     """Whether a file belongs to Python, an installed package or the doctor, not to the examined code."""
-    return "site-packages" in file or "dist-packages" in file or file.startswith((_HERE, "<", os.path.dirname(os.__file__)))
+    return (
+        "site-packages" in file
+        or "dist-packages" in file
+        or file.startswith((_HERE, "<", os.path.dirname(os.__file__)))
+    )
 
 
 def _bound_memory() -> None:

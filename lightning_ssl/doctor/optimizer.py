@@ -34,7 +34,9 @@ def _examine(patient: Patient) -> tuple[list[Finding], str]:
     def on_train_batch_start(_: Any, trainer: Any, *args: Any) -> None:
         seen["rates"].append([g["lr"] for o in trainer.optimizers for g in o.param_groups])
         seen["trainer"] = trainer
-        seen["started"] = [c.scheduler.last_epoch for c in trainer.lr_scheduler_configs if hasattr(c.scheduler, "last_epoch")]
+        seen["started"] = [
+            c.scheduler.last_epoch for c in trainer.lr_scheduler_configs if hasattr(c.scheduler, "last_epoch")
+        ]
 
     hooks = {"on_train_batch_start": on_train_batch_start}
     settings = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
@@ -56,9 +58,7 @@ def _examine(patient: Patient) -> tuple[list[Finding], str]:
     return found, ""
 
 
-def _on_members(
-    module: Any, trainer: Any, got: set[str], before: dict[str, Tensor], where: str
-) -> list[Finding]:
+def _on_members(module: Any, trainer: Any, got: set[str], before: dict[str, Tensor], where: str) -> list[Finding]:
     findings = []
     counts: dict[int, int] = {}
     for optimizer in trainer.optimizers:
@@ -107,7 +107,10 @@ def _on_members(
     strangers = [key for key in counts if key not in names]
     if strangers:
         findings.append(
-            info("not_of_the_module", f"the optimizers hold {len(strangers)} tensors that are no parameters of the module")
+            info(
+                "not_of_the_module",
+                f"the optimizers hold {len(strangers)} tensors that are no parameters of the module",
+            )
         )
     return findings
 
@@ -122,7 +125,9 @@ def _on_movement(trainer: Any, got: set[str], moved: set[str], rates: list[list[
             "after 3 steps no parameter that gets a gradient has changed"
             + ("; every learning rate is 0" if zero else ""),
             "the run would go through all its epochs and learn nothing",
-            "set a rate above 0" if zero else "let the optimizer hold the module's own parameters and step after "
+            "set a rate above 0"
+            if zero
+            else "let the optimizer hold the module's own parameters and step after "
             "backward: with manual optimization call step() yourself",
             where,
         )
@@ -157,7 +162,9 @@ def _on_decay(module: nn.Module, trainer: Any, where: str) -> list[Finding]:
     if reversed_:
         return [alarm("decay_reversed", f"{text}; the weights themselves are in a group without", why, remedy, where)]
     if spared:
-        return [alarm("decay_missed", f"{text}, though other ones are spared in a group of their own", why, remedy, where)]
+        return [
+            alarm("decay_missed", f"{text}, though other ones are spared in a group of their own", why, remedy, where)
+        ]
     return [info("decay_on_vectors", text, f"{why}; many recipes (SimSiam, MoCo) do so", remedy, where)]
 
 
@@ -229,7 +236,13 @@ def _on_path(
     low = min(path)
     bottom = path.index(low)
     reach = len(path) if known else min(len(path), length)
-    if horizon and interval == "step" and name not in CYCLES and bottom < 0.9 * reach and (known or bottom < length / 2):
+    if (
+        horizon
+        and interval == "step"
+        and name not in CYCLES
+        and bottom < 0.9 * reach
+        and (known or bottom < length / 2)
+    ):
         later = path[bottom:reach]
         if later and max(later) > low + 0.1 * (peak - low):
             return [_early(name, f"{over}; it is down at {low:.3g} after {bottom}, and then rises again", where)]

@@ -6,7 +6,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from lightning_ssl.doctor.target import learning
 from lightning_ssl.doctor.trial import Fit, Patient, hold_norms, step_line
 from lightning_ssl.doctor.twins import find_twins
 
-SHUFFLES, DRAWS = 8, 8  # orders to compare with, draws of the weights
+SHUFFLES, DRAWS = 7, 8  # orders to compare with, draws of the weights
 EACH, TOGETHER = 1.5, 3.0  # standard deviations: of every draw, and of their mean
 REMEDY = "follow one sample's index from the loader to the loss: cat and chunk, view and flatten, gather and flip"
 
@@ -44,7 +43,9 @@ def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
     except Ended as ended:
         return [], f"the loss sees the pairing; whether it pairs the right rows was not finished: {ended}"
     if not findings:
-        findings = [info("pairing_seen", f"shuffling the rows of a view changes the loss ({time.monotonic() - began:.1f} s)")]
+        findings = [
+            info("pairing_seen", f"shuffling the rows of a view changes the loss ({time.monotonic() - began:.1f} s)")
+        ]
     return findings, ""
 
 

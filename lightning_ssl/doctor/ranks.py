@@ -248,9 +248,7 @@ def info_on_held(patient: Patient, whole: dict[str, Any]) -> list[Finding]:
 class _Judged:
     """What the measurements on one process, on each share alone and on all ranks together say."""
 
-    def __init__(
-        self, patient: Patient, whole: Any, alone: list[Any], ranks: list[Any], precision: str
-    ) -> None:
+    def __init__(self, patient: Patient, whole: Any, alone: list[Any], ranks: list[Any], precision: str) -> None:
         self.patient, self.whole, self.alone, self.ranks = patient, whole, alone, ranks
         self.world = len(ranks)
         self.tolerance = 1e-6 if precision == "64-true" else 2e-3
@@ -369,10 +367,10 @@ class _Judged:
         ]
 
     def without_effect(self, other: Any, mine: Any) -> bool:
-        same_loss = all(abs(a - b) <= 1e-12 * max(1, abs(b)) for a, b in zip(other["first"], mine["first"], strict=False))
-        same_log = all(
-            other["logged"].get(key) == value or math.isnan(value) for key, value in mine["logged"].items()
+        same_loss = all(
+            abs(a - b) <= 1e-12 * max(1, abs(b)) for a, b in zip(other["first"], mine["first"], strict=False)
         )
+        same_log = all(other["logged"].get(key) == value or math.isnan(value) for key, value in mine["logged"].items())
         return same_loss and same_log
 
     def close(self, a: Gradients, b: Gradients, names: list[str]) -> bool:
@@ -419,7 +417,8 @@ class _Judged:
         apart = [
             n
             for n in first
-            if not (norms and n.startswith(norms)) and any(not self.equal(r["buffers"].get(n), first[n]) for r in self.ranks[1:])
+            if not (norms and n.startswith(norms))
+            and any(not self.equal(r["buffers"].get(n), first[n]) for r in self.ranks[1:])
         ]
         if not apart:
             return []

@@ -31,7 +31,13 @@ def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
     first = losses[0]
     if not math.isfinite(first):
         findings.append(
-            alarm("loss_not_finite", f"the first loss is {first}", "nothing can be learnt from it", "see `gradients`", where)
+            alarm(
+                "loss_not_finite",
+                f"the first loss is {first}",
+                "nothing can be learnt from it",
+                "see `gradients`",
+                where,
+            )
         )
     elif first == 0 and seen["independent"] in (0, None):
         findings.append(
@@ -112,7 +118,9 @@ def _start(patient: Patient) -> dict[str, Any]:
     def instead(step: Any, batch: Any, args: Any, kwargs: Any) -> Any:
         held, before = Held(module), len(fit.losses)
         values.append(loss_of(step(fit.cast(batch), *args, **kwargs), before))
-        with_rows = [c for c in calls.made if c.left is not None and c.grad and c.left.ndim == 2 and len(c.left) >= max(4, n)]
+        with_rows = [
+            c for c in calls.made if c.left is not None and c.grad and c.left.ndim == 2 and len(c.left) >= max(4, n)
+        ]
         learnt = [c for c in with_rows if any(True for _ in module.get_submodule(c.path).parameters())]
         for path in dict.fromkeys(c.path for c in learnt):
             outputs.append((path, next(c.left for c in learnt if c.path == path)))
@@ -121,7 +129,11 @@ def _start(patient: Patient) -> dict[str, Any]:
             seed_all(SEED)
 
             def noise(part: Any, inputs: Any, output: Any) -> Any:
-                return output + output.detach().std() * 10 * torch.randn_like(output) if isinstance(output, Tensor) else output
+                return (
+                    output + output.detach().std() * 10 * torch.randn_like(output)
+                    if isinstance(output, Tensor)
+                    else output
+                )
 
             handle = last.register_forward_hook(noise)
             found = loss_of(step(fit.cast(batch), *args, **kwargs), len(fit.losses))

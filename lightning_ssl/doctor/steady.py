@@ -132,7 +132,7 @@ class Steady(TorchDispatchMode):
 def _draws(name: str, args: Any) -> bool:
     """Whether an operator with random variants draws this time: attention, say, only with dropout."""
     known = name in _FACTORIES | _LIKE | _IN_PLACE or name in ("randperm", "bernoulli", "multinomial", "normal")
-    return known or "dropout" in name and "attention" not in name
+    return known or ("dropout" in name and "attention" not in name)
 
 
 def _sent(name: str, args: Any) -> list[Any]:

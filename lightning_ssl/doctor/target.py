@@ -34,7 +34,9 @@ def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
     names = learning(patient, isolation)
     twins = [*find_twins(patient.module, names), *learning_targets(patient.module, names)]
     if not twins:
-        return [info("no_target", "no part of the module is a copy of another that does not learn: no target network")], ""
+        return [
+            info("no_target", "no part of the module is a copy of another that does not learn: no target network")
+        ], ""
     findings: list[Finding] = []
     seen = None
     for precision in ("64-true", "32-true"):
@@ -73,7 +75,14 @@ def _follow(patient: Patient, twins: list[Twin], precision: str, accumulate: int
     module: Any = patient.module
     moves: dict[str, list[Move]] = {twin.target: [] for twin in twins}
     last: dict[str, tuple[Tensor, Tensor]] = {}
-    state: dict[str, Any] = {"event": "", "batch": 0, "steps": [], "skipped": None, "called": set(), "in_optimizer": set()}
+    state: dict[str, Any] = {
+        "event": "",
+        "batch": 0,
+        "steps": [],
+        "skipped": None,
+        "called": set(),
+        "in_optimizer": set(),
+    }
 
     def look(event: str) -> None:
         for twin in twins:
@@ -210,7 +219,9 @@ def _judged(patient: Patient, twin: Twin, seen: dict[str, Any], gathered: dict[s
         if 1.0 in said.values():
             return [info("target_fixed", f"{twin.target} never moves, as a momentum of 1 says", where=where)]
         if twin.target not in seen["called"]:
-            return [info("copy_unused", f"{twin.target} is a copy of {twin.online}; the step neither calls nor moves it")]
+            return [
+                info("copy_unused", f"{twin.target} is a copy of {twin.online}; the step neither calls nor moves it")
+            ]
         return [
             alarm(
                 "target_never_moves",

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lightning_ssl.doctor.trial import sampled
 
-_TARGET = re.compile(r"(^|[._])(target|teacher|momentum|ema|shadow|slow|averaged)([._]|$)|(encoder|net|model|head)_k([._]|$)")
+_TARGET = re.compile(
+    r"(^|[._])(target|teacher|momentum|ema|shadow|slow|averaged)([._]|$)|(encoder|net|model|head)_k([._]|$)"
+)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,14 @@ BUGS = [
     Bug("target_in_optimizer", lambda: Siamese("target_in_optimizer"), "target", "target_in_optimizer", "optimizer"),
     Bug("target_is_trained", lambda: Siamese("target_learns"), "target", "target_in_optimizer", "another direction"),
     # Optimizer
-    Bug("forgotten_projector", lambda: Optimized("forgotten_projector"), "optimizer", "in_no_group", "projector", fast=True),
+    Bug(
+        "forgotten_projector",
+        lambda: Optimized("forgotten_projector"),
+        "optimizer",
+        "in_no_group",
+        "projector",
+        fast=True,
+    ),
     Bug("two_optimizers", lambda: Optimized("two_optimizers"), "optimizer", "in_two_groups", "projector"),
     Bug("no_step", lambda: Optimized("no_step"), "optimizer", "nothing_moves", "no parameter"),
     Bug("zero_rate", lambda: Optimized("zero_rate"), "optimizer", "nothing_moves", "every learning rate is 0"),
@@ -205,7 +212,9 @@ BUGS = [
     Bug("counter", lambda: Siamese("counter"), "resume", "not_resumed", "attribute steps"),
     # Modes
     Bug("still_norm", lambda: Moded("still_norm"), "modes", "statistics_never_updated", "backbone.1", fast=True),
-    Bug("target_in_eval", lambda: Siamese("target_in_eval", norm=True), "modes", "statistics_never_updated", "eval mode"),
+    Bug(
+        "target_in_eval", lambda: Siamese("target_in_eval", norm=True), "modes", "statistics_never_updated", "eval mode"
+    ),
     Bug("functional_dropout", lambda: Moded("functional_dropout"), "modes", "random_in_eval", "forward"),
     Bug("left_in_eval", lambda: Moded("left_in_eval"), "modes", "left_in_eval", "backbone"),
     Bug("half_overflow", lambda: Moded("half_overflow"), "modes", "half_not_finite", "bf16-mixed"),

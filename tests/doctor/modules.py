@@ -191,7 +191,9 @@ class Siamese(Base):
         super().__init__(bug, norm)
         self.momentum = momentum
         self.predictor = nn.Linear(DIM, DIM)
-        self.target = nn.ModuleDict({"backbone": copy.deepcopy(self.backbone), "projector": copy.deepcopy(self.projector)})
+        self.target = nn.ModuleDict(
+            {"backbone": copy.deepcopy(self.backbone), "projector": copy.deepcopy(self.projector)}
+        )
         if bug not in ("target_learns", "target_in_optimizer"):
             self.target.requires_grad_(False)
         if bug == "thawed":
@@ -245,7 +247,9 @@ class Queued(Base):
 
     def __init__(self, bug: str = "") -> None:
         super().__init__(bug)
-        self.key_encoder = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector)).requires_grad_(False)
+        self.key_encoder = nn.Sequential(copy.deepcopy(self.backbone), copy.deepcopy(self.projector)).requires_grad_(
+            False
+        )
         start = F.normalize(torch.randn(32, DIM), dim=1)
         if bug == "listed_queue":
             self.memory = {"keys": start}
@@ -257,7 +261,9 @@ class Queued(Base):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x1, x2 = self.views(batch)
         with torch.no_grad():
-            for k, q in zip(self.key_encoder.parameters(), [*self.backbone.parameters(), *self.projector.parameters()], strict=True):
+            for k, q in zip(
+                self.key_encoder.parameters(), [*self.backbone.parameters(), *self.projector.parameters()], strict=True
+            ):
                 k.lerp_(q, 0.01)
             keys = F.normalize(self.key_encoder(x2), dim=1)
         q = F.normalize(self.embed(x1), dim=1)
