@@ -32,10 +32,10 @@ def rebuilt(batch: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
             return type(batch)(*parts)
         return type(batch)(parts)
     if is_dataclass(batch) and not isinstance(batch, type):
-        new = copy.copy(batch)
+        twin: Any = copy.copy(batch)
         for field in fields(batch):
-            object.__setattr__(new, field.name, rebuilt(getattr(batch, field.name), change, (*path, field.name)))
-        return new
+            object.__setattr__(twin, field.name, rebuilt(getattr(batch, field.name), change, (*path, field.name)))
+        return twin
     return change(path, batch)
 
 
@@ -122,10 +122,8 @@ class Views:
 
 def at(batch: Any, path: Path) -> Any:
     for key in path:
-        if is_dataclass(batch) and not isinstance(batch, Mapping):
-            batch = getattr(batch, key)
-        else:
-            batch = batch[key]
+        named = is_dataclass(batch) and not isinstance(batch, Mapping)
+        batch = getattr(batch, key) if named else batch[key]
     return batch
 
 

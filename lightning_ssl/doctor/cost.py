@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import resource
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
-
 from lightning_ssl.callbacks import EffectiveRank, UniformityAlignment
+from lightning_ssl.doctor.batches import count_rows
 from lightning_ssl.doctor.calls import Calls
 from lightning_ssl.doctor.draws import own_loader
 from lightning_ssl.doctor.isolate import Ended, Isolation
@@ -106,15 +104,13 @@ def _timed(patient: Patient, features: str | None) -> dict[str, Any]:
         made = [c for c in calls.made if c.left is not None and c.grad and c.left.ndim == 2 and not c.entry]
         made = [c for c in made if next(module.get_submodule(c.path).parameters(), None) is not None]
         last = made[-1].path if made else None
-    from lightning_ssl.doctor.batches import count_rows
-
     return {
         "step": whole[len(whole) // 2],
         "parts": {**parts, **inner},
         "memory": _memory(),
         "grown": _memory() - start,
         "parameters": sum(p.numel() for p in module.parameters()),
-        "features": last if isinstance(last, str) and isinstance(module.get_submodule(last), nn.Module) else None,
+        "features": last,
         "rows": count_rows(patient.steps[0]),
     }
 
@@ -122,7 +118,7 @@ def _timed(patient: Patient, features: str | None) -> dict[str, Any]:
 def _between(marks: list[tuple[str, float]]) -> list[dict[str, float]]:
     """The seconds between marks, by the earlier one's name, step by step."""
     steps: list[dict[str, float]] = []
-    for (name, then), (_, now) in zip(marks, marks[1:], strict=False):
+    for (name, then), (_, now) in pairwise(marks):
         if name == "begin":
             steps.append({})
         if steps and name not in ("end", "begin"):
@@ -136,13 +132,15 @@ def _add(table: dict[str, float], name: str, value: float) -> None:
 
 def _memory() -> float:
     """The most that this process has held, in MB."""
+    import resource  # not everywhere
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _drawn(patient: Patient) -> float:
     iterator = iter(own_loader(patient))
     times = []
-    for _ in islice(range(4), 4):
+    for _ in range(4):
         began = time.perf_counter()
         if next(iterator, None) is None:
             break

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ssl.doctor.batches import find_views, tensors
 from lightning_ssl.doctor.isolate import Isolation
+from lightning_ssl.doctor.ranks import join_group
 from lightning_ssl.doctor.report import Finding, alarm, info
 from lightning_ssl.doctor.trial import Fit, Patient, line_of
 
@@ -300,8 +301,6 @@ def over_ranks(patient: Patient, isolation: Isolation) -> tuple[list[Finding], s
 
 
 def _on_rank(rank: int, note: Callable[[Any], None], patient: Patient, world: int) -> Tensor | None:
-    from lightning_ssl.doctor.ranks import join_group
-
     settings = join_group(patient, rank, world)
     settings["use_distributed_sampler"] = patient.options.get("use_distributed_sampler", True)
     caught: list[Any] = []

@@ -166,9 +166,9 @@ def _watch(patient: Patient) -> dict[str, Any]:
 
 def _finite_hook(name: str, places: list[str]) -> Callable[..., None]:
     def look(layer: nn.Module, args: Any, output: Any) -> None:
-        if not places and isinstance(output, Tensor) and output.is_floating_point():
-            if not bool(output.detach().isfinite().all()):
-                places.append(f"the output of {name} ({type(layer).__name__})")
+        looks = not places and isinstance(output, Tensor) and output.is_floating_point()
+        if looks and not bool(output.detach().isfinite().all()):
+            places.append(f"the output of {name} ({type(layer).__name__})")
 
     return look
 

@@ -153,7 +153,8 @@ def _alone(rank: int, note: Callable[[Any], None], work: Callable[..., Any], arg
 
 
 def _child(pipe: Any, rank: int, limit: float, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.setsid()
+    if hasattr(os, "setsid"):
+        os.setsid()
     faulthandler.disable()  # a crash is told in one line
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

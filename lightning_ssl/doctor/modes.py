@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_ssl._lightning import overrides
 from lightning_ssl.doctor.calls import Calls, Held, first_tensor
 from lightning_ssl.doctor.isolate import SEED, Ended, Isolation, seed_all
-from lightning_ssl.doctor.ranks import compare
 from lightning_ssl.doctor.report import Finding, alarm, info
 from lightning_ssl.doctor.steady import Steady
 from lightning_ssl.doctor.trial import Fit, Patient, line_of, listed, sampled, step_line, still_dropout
+from lightning_ssl.doctor.verdict import compare
 
 
 def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
@@ -129,8 +129,9 @@ def _random_in_eval(patient: Patient) -> tuple[list[Finding], str]:
                         outputs.append(first_tensor(network(entry.entered)))
             except Exception:
                 continue  # it wants other arguments
-            if outputs[0] is not None and outputs[1] is not None:
-                found[name] = (mode.draws, _differs(*outputs))
+            a, b = outputs
+            if a is not None and b is not None:
+                found[name] = (mode.draws, _differs(a, b))
         held.restore()
         return step(batch, *args, **kwargs)
 

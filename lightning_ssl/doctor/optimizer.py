@@ -248,10 +248,10 @@ def _on_path(
             return [_early(name, f"{over}; it is down at {low:.3g} after {bottom}, and then rises again", where)]
     if horizon and known and bottom < 0.9 * len(path) and max(path[bottom:]) > low + 0.1 * (peak - low):
         return [_early(name, f"{over}; it is down at {low:.3g} after {bottom}, and then rises again", where)]
-    silent = next((i for i, rate in enumerate(path) if max(path[i:]) <= 1e-3 * peak), None)
-    if silent is not None and name not in CYCLES and silent < 0.6 * len(path):
-        if known or (interval == "step" and silent < length / 2):
-            return [_early(name, f"{over}; from number {silent} on the rate is {path[-1]:.3g}, peak {peak:.3g}", where)]
+    silent = 1 + max(i for i, rate in enumerate(path) if rate > 1e-3 * peak)
+    judged = known or (interval == "step" and silent < length / 2)
+    if judged and name not in CYCLES and silent < 0.6 * len(path):
+        return [_early(name, f"{over}; from number {silent} on the rate is {path[-1]:.3g}, peak {peak:.3g}", where)]
     return []
 
 

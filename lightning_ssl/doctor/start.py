@@ -123,7 +123,7 @@ def _start(patient: Patient) -> dict[str, Any]:
         ]
         learnt = [c for c in with_rows if any(True for _ in module.get_submodule(c.path).parameters())]
         for path in dict.fromkeys(c.path for c in learnt):
-            outputs.append((path, next(c.left for c in learnt if c.path == path)))
+            outputs.append((path, next(c.left for c in learnt if c.path == path and c.left is not None)))
         if learnt and module.automatic_optimization:
             last = module.get_submodule(learnt[-1].path)
             seed_all(SEED)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Steady(TorchDispatchMode):
     def __init__(
         self, steady: bool = True, note: Callable[[Collective], None] | None = None, disturb: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steady, self.note, self.disturb = steady, note, disturb
         self.collectives: list[Collective] = []
         self.draws: list[Draw] = []
@@ -158,7 +158,7 @@ def _swapped(value: Any, changed: dict[int, Tensor]) -> Any:
 
 def _in_function() -> bool:
     """Whether an autograd function that was given a tensor of the graph sends a copy of it."""
-    frame: Any = sys._getframe(3)
+    frame: Any = inspect.currentframe()
     for _ in range(12):
         if frame is None:
             return False

@@ -107,7 +107,7 @@ def _follow(patient: Patient, twins: list[Twin], precision: str, accumulate: int
             for twin in twins:
                 for online, _target in twin.pairs(module):
                     noise = torch.randn(online.shape, generator=generator).to(online)
-                    online.add_(noise * 0.1 * (online.std() if online.numel() > 1 else 1.0).clamp_min(1e-3))
+                    online.add_(noise * 0.1 * (max(float(online.std()), 1e-3) if online.numel() > 1 else 1.0))
         look("training starts")
 
     def on_before_optimizer_step(_: Any, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -129,7 +129,7 @@ def _follow(patient: Patient, twins: list[Twin], precision: str, accumulate: int
         state["batch"] += 1
 
     for twin in twins:
-        for name, part in module.get_submodule(twin.target).named_modules():
+        for part in module.get_submodule(twin.target).modules():
             part.register_forward_pre_hook(lambda *args, path=twin.target: state["called"].add(path))
     hooks = {
         "on_train_start": on_train_start,
@@ -246,7 +246,8 @@ def _judged(patient: Patient, twin: Twin, seen: dict[str, Any], gathered: dict[s
         findings.append(
             alarm(
                 "target_moves_twice",
-                f"{twin.target} moves {most} times in one step: {listed([' to '.join(m.between) for m in moves[:most]])}",
+                f"{twin.target} moves {most} times in one step: "
+                + listed([" to ".join(move.between) for move in moves[:most]]),
                 f"its effective momentum is {measured:.4g} to the power {most}",
                 "update it in one place",
                 where,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_ssl._lightning import is_a, overrides
 from lightning_ssl.doctor.batches import rebuilt
@@ -291,7 +292,7 @@ def still_dropout(module: nn.Module) -> list[str]:
     found = []
     for name, layer in module.named_modules():
         kind = type(layer).__name__.lower()
-        if isinstance(layer, nn.modules.dropout._DropoutNd) or any(w in kind for w in ("droppath", "stochasticdepth")):
+        if isinstance(layer, _DropoutNd) or any(w in kind for w in ("droppath", "stochasticdepth")):
             layer.forward = _same  # type: ignore[method-assign]
             found.append(name)
         elif isinstance(layer, (nn.MultiheadAttention, nn.RNNBase)) and layer.dropout:

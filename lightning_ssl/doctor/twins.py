@@ -65,9 +65,9 @@ def _alike(module: nn.Module, learning: set[str]) -> list[tuple[Twin, bool]]:
         for pair in combinations(paths, 2):
             if any(inner.startswith(f"{outer}.") for inner, outer in (pair, pair[::-1])):
                 continue
-            twin = _as_twin(module, *pair, learning)
-            if twin is not None:
-                found.append(twin)
+            made_alike = _as_twin(module, *pair, learning)
+            if made_alike is not None:
+                found.append(made_alike)
     # The largest ones: not also the parts of a pair, and each target once, with the part it began equal to.
     found.sort(key=lambda item: (not item[0].copied, item[0].target.count("."), item[0].online.count(".")))
     kept: list[tuple[Twin, bool]] = []
@@ -79,7 +79,7 @@ def _alike(module: nn.Module, learning: set[str]) -> list[tuple[Twin, bool]]:
 
 def _as_twin(module: nn.Module, a: str, b: str, learning: set[str]) -> tuple[Twin, bool] | None:
     learns = {path: any(name.startswith(f"{path}.") for name in learning) for path in (a, b)}
-    both = [(x, y) for x, y in Twin(a, b, False).pairs(module)]
+    both = Twin(a, b, False).pairs(module)
     if any(x is y or x.data_ptr() == y.data_ptr() for x, y in both):
         return None  # shared weights
     copied = all(torch.equal(x, y) for x, y in both)

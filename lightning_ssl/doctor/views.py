@@ -132,7 +132,7 @@ def _on_calls(patient: Patient, inside: dict[str, Any]) -> list[Finding]:
     return [
         alarm(
             "identical_views",
-            f"what enters {path} as two views is equal, number for number, in all {half if halves else len(first)} rows",
+            f"what enters {path} as two views is equal, number for number, in all rows",
             "each sample is compared with itself",
             "draw the augmentation once for each view",
             step_line(patient.module),

@@ -75,7 +75,16 @@ RIGHT: dict[str, Right] = {
     "plain_modes": plain(Moded),
     "plain_compiled": plain(compiled),
 }
-FOREIGN = ["two_calls", "batch_norm", "dropout", "feature_map", "manual", "two_optimizers", "clean_first_no_grad", "wrapped", "checkpointed", "dict_batch", "nested_outputs", "unlabelled", "blocked", "interleaved", "augmented_inside_blocked", "normalising_module", "normalising_datamodule", "recurrent", "series_gelu", "masked_keyword", "masked_transformer", "lightly_simclr", "lightly_simclr_calls", "lightly_barlow_twins", "lightly_vicreg", "lightly_byol", "lightly_simsiam", "lightly_nnclr", "lightly_moco", "lightly_swav", "lightly_dino", "lightly_mae", "lightly_benchmark_module", "lightly_embedding", "lightly_byol_pl", "torchgeo_simclr_v2", "torchgeo_moco_v2", "torchgeo_byol", "timm_vit", "timm_swin", "timm_convnext", "timm_resnet", "hf_vit", "hf_bert_simcse", "hf_bert_calls"]
+FOREIGN = [
+    "two_calls", "batch_norm", "dropout", "feature_map", "manual", "two_optimizers", "clean_first_no_grad",
+    "wrapped", "checkpointed", "dict_batch", "nested_outputs", "unlabelled", "blocked", "interleaved",
+    "augmented_inside_blocked", "normalising_module", "normalising_datamodule", "recurrent", "series_gelu",
+    "masked_keyword", "masked_transformer", "lightly_simclr", "lightly_simclr_calls", "lightly_barlow_twins",
+    "lightly_vicreg", "lightly_byol", "lightly_simsiam", "lightly_nnclr", "lightly_moco", "lightly_swav",
+    "lightly_dino", "lightly_mae", "lightly_benchmark_module", "lightly_embedding", "lightly_byol_pl",
+    "torchgeo_simclr_v2", "torchgeo_moco_v2", "torchgeo_byol", "timm_vit", "timm_swin", "timm_convnext",
+    "timm_resnet", "hf_vit", "hf_bert_simcse", "hf_bert_calls",
+]  # fmt: skip
 
 
 def foreign(name: str) -> Right:

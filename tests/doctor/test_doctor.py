@@ -12,9 +12,9 @@ import torch
 from lightning_ssl.doctor import CHECKS, Finding, Report, Result, assert_healthy, examine
 from lightning_ssl.doctor.batches import count_rows, find_views, parts, take
 from lightning_ssl.doctor.isolate import Ended, Isolation
-from lightning_ssl.doctor.ranks import compare
 from lightning_ssl.doctor.steady import Steady
 from lightning_ssl.doctor.target import fitted
+from lightning_ssl.doctor.verdict import compare
 from tests.doctor import data
 from tests.doctor.modules import Contrast, Siamese
 
