@@ -194,7 +194,13 @@ def _line() -> str:
     """Where the error being handled arose: the innermost line outside of installed packages and of this one."""
     frames = traceback.extract_tb(sys.exc_info()[2])
     own = [frame for frame in frames if not foreign(frame.filename)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f" ({place(own[-1].filename, own[-1].lineno)})" if own else ""
+
+
+def place(file: str, line: int | None) -> str:
+    """A line of a file, from the working directory if it is in there."""
+    near = os.path.relpath(file)
+    return f"{file if near.startswith('..') else near}:{line}"
 
 
 _HERE = os.path.dirname(os.path.abspath(__file__))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ssl.doctor.isolate import foreign
+from lightning_ssl.doctor.isolate import foreign, place
 
 _FACTORIES = {"rand", "randn", "randint"}
 _LIKE = {"rand_like", "randn_like", "randint_like"}
@@ -177,7 +177,7 @@ def _origin() -> tuple[str, tuple[str, ...], bool]:
     )
     own = [f for f in frames if not foreign(f.filename)]
     last = next((i for i, f in reversed(list(enumerate(frames))) if f.name == "training_step"), 0)
-    where = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    where = place(own[-1].filename, own[-1].lineno) if own else ""
     return where, tuple(f.name for f in frames[last:]), logging
 
 

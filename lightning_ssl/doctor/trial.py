@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import os
 import sys
 import tempfile
 import warnings
@@ -21,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_ssl._lightning import is_a, overrides
 from lightning_ssl.doctor.batches import rebuilt
+from lightning_ssl.doctor.isolate import place
 
 Hooks = dict[str, Callable[..., Any]]
 
@@ -315,7 +315,7 @@ def line_of(thing: Any) -> str:
     """The file and line of a function or class."""
     try:
         thing = inspect.unwrap(thing)
-        return f"{os.path.relpath(inspect.getsourcefile(thing) or '')}:{inspect.getsourcelines(thing)[1]}"
+        return place(inspect.getsourcefile(thing) or "", inspect.getsourcelines(thing)[1])
     except (TypeError, OSError, ValueError):
         return getattr(thing, "__qualname__", "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import Tensor
@@ -81,3 +82,10 @@ def loader(bug: str = "", **kwargs: Any) -> DataLoader:
 
 def stream(**kwargs: Any) -> DataLoader:
     return DataLoader(Stream(), batch_size=BATCH, **kwargs)
+
+
+class PairsModule(L.LightningDataModule):
+    """For configs."""
+
+    def train_dataloader(self) -> DataLoader:
+        return loader()
