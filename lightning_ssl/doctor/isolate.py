@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import logging
 import multiprocessing as mp
 import os
 import random
@@ -164,6 +165,7 @@ def _child(pipe: Any, rank: int, limit: float, folder: str, work: Callable[..., 
         for number in (1, 2):
             os.dup2(said.fileno(), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    logging.disable(logging.CRITICAL)
     _bound_memory()
     torch.set_num_threads(1)  # a fork has lost the threads of its parent
     seed_all(SEED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,8 +51,13 @@ def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
         gathered = isolation.one(_follow, patient, twins, precision, 2, True)
     except Ended:
         gathered = None  # manual optimization, and modules that accumulate by themselves
+    told: dict[str, tuple[Finding, list[str]]] = {}
     for twin in twins:
-        findings += _judged(patient, twin, seen, gathered)
+        for finding in _judged(patient, twin, seen, gathered):
+            told.setdefault(finding.kind, (finding, []))[1].append(twin.target)
+    for finding, (_, *others) in told.values():
+        also = f"; likewise {listed(others)}" if others else ""
+        findings.append(replace(finding, seen=f"{finding.seen}{also}"))
     return findings, ""
 
 
