@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_ssl.doctor.batches import Path, at, count_rows, divisible, parts, rebuilt
 from lightning_ssl.doctor.isolate import Isolation, Outcome
 from lightning_ssl.doctor.report import Finding, alarm, info
+from lightning_ssl.doctor.slope import slope
 from lightning_ssl.doctor.steady import Collective, OtherDraws, Steady
 from lightning_ssl.doctor.trial import Fit, Patient, batch_norms, hold_norms, listed, sampled, still_dropout
 from lightning_ssl.doctor.trial import step_line as where_steps
@@ -51,7 +52,10 @@ def check(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
     ranks = [rank.value for rank in together]
     judged = Judged(patient, whole, [part.value for part in alone], ranks, precision)
     findings = [*held, *judged.drift(), *judged.unused(), *judged.batch_buffers()]
-    verdict, untold = judged.gradient(lambda: _disturbed(patient, isolation, shares, precision, world))
+    verdict, untold = judged.gradient(
+        lambda: _disturbed(patient, isolation, shares, precision, world),
+        lambda one, way: slope(patient, isolation, [_joined(shares)] if one else shares, way, join_group),
+    )
     return [*findings, *verdict], untold
 
 

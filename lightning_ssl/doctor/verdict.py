@@ -34,7 +34,15 @@ class Judged:
         self.tolerance = 1e-6 if precision == "64-true" else 2e-3
         self.exchanges = [c for c in ranks[0]["collectives"] if not c.logging]
 
-    def gradient(self, disturbed: Callable[[], Any]) -> tuple[list[Finding], str]:
+    def gradient(
+        self, disturbed: Callable[[], Any], slope: Callable[[bool, Gradients], float | None]
+    ) -> tuple[list[Finding], str]:
+        """What is to be said of the gradient.
+
+        Args:
+            disturbed: Measures again while the other ranks send something else.
+            slope: On one process or on all, the slope of the loss along a direction.
+        """
         one, many = self.whole["gradients"], self.ranks[0]["gradients"]
         if not one:
             return [], "no gradient reached an optimizer in the first step"
@@ -96,6 +104,18 @@ class Judged:
                     place,
                 )
             ], ""
+        if self.exchanges and (share := self.of_slope(one, many, names, slope)) is not None:
+            return [
+                alarm(
+                    "gather_detached",
+                    f"the gradient on {self.world} ranks is not that of the ranks' mean loss: along itself it is "
+                    f"{share:.4f} times the slope of that loss, measured from two losses; on one process it is the "
+                    f"slope; {figures}",
+                    "no gradient flows back through what the ranks exchange, or only a part of it",
+                    GATHER + "; all_reduce does not pass gradients on, torch.distributed.nn.functional.all_reduce does",
+                    place,
+                )
+            ], ""
         if self.exchanges and any(c.graph for c in self.exchanges):
             return [
                 info(
@@ -114,6 +134,26 @@ class Judged:
                 where=place,
             )
         ], ""
+
+    def of_slope(
+        self, one: Gradients, many: Gradients, names: list[str], slope: Callable[[bool, Gradients], float | None]
+    ) -> float | None:
+        """How the ranks' gradient compares with the slope of their mean loss, where it should be equal and is not.
+
+        A stopped gradient makes them differ by design, but then on one process, too.
+        """
+        if self.tolerance > 1e-5:
+            return None
+        way = {name: many[name] for name in names}
+        expected, length = (sum(float(g[name] @ way[name]) for name in names) for g in (one, many))
+        alone = slope(True, way)
+        size = sum(float(one[name].square().sum()) for name in names) ** 0.5 * length**0.5
+        if alone is None or abs(alone - expected) > 0.01 * size:
+            return None
+        together = slope(False, way)
+        if together is None or abs(together - length) <= 0.05 * abs(together):
+            return None
+        return length / together if together else math.inf
 
     def local(self, figures: str, place: str, disturbed: Callable[[], Any]) -> list[Finding]:
         """The gradient is the mean of what each rank would do alone: meant so, or a gather without effect?"""

@@ -91,6 +91,13 @@ BUGS = [
     Bug("own_slice_gather", lambda: Barlow("own_slice"), "ranks", "gradient_scaled", "1/2 of"),
     Bug("backward_of_own_slice", lambda: Barlow("slice_backward"), "ranks", "gradient_scaled", "1/2 of"),
     Bug("reduced_in_place", lambda: Barlow("reduced"), "ranks", "gradient_scaled", "1/2 of"),
+    Bug(
+        "reduced_after_local_statistics",
+        lambda: Barlow("reduced", "standardised"),
+        "ranks",
+        "gather_detached",
+        "0.5000 times the slope",
+    ),
     Bug("negatives_detached", lambda: Contrast("detached"), "ranks", "gather_detached", "gradient"),
     Bug("gather_dropped", lambda: Contrast("dropped"), "ranks", "gather_dropped", "dropped", fast=True),
     Bug("times_ranks", lambda: Barlow(bug="times_ranks"), "ranks", "gradient_scaled", "2 times"),

@@ -125,6 +125,8 @@ class Barlow(Base):
 
     def reduced(self, z1: Tensor, z2: Tensor) -> Tensor:
         """The correlations of a rank's rows, summed over ranks without a gradient; the rows have unit variance."""
+        if self.bug == "standardised":
+            z1, z2 = ((z - z.mean(0)) / z.std(0) for z in (z1, z2))
         c = z1.T @ z2 / len(z1)
         if world_size() > 1:
             c = c / world_size()
