@@ -81,8 +81,9 @@ def _numbers(loader: Any, samples: list[Any]) -> Tensor | None:
     return fingerprint(batch)
 
 
-def fingerprint(batch: Any) -> Tensor | None:
-    found = [x.detach().double().flatten().cpu() for _, x in tensors(batch) if x.is_floating_point()]
+def fingerprint(batch: Any, floating: bool = True) -> Tensor | None:
+    """All numbers of a batch, or those of its floating-point tensors; None if there are none."""
+    found = [x.detach().double().flatten().cpu() for _, x in tensors(batch) if x.is_floating_point() or not floating]
     return torch.cat(found) if found else None
 
 
@@ -285,8 +286,8 @@ def _on_stream(loader: Any) -> tuple[list[Finding], str]:
 def over_ranks(patient: Patient, isolation: Isolation) -> tuple[list[Finding], str]:
     """Whether ranks train on different samples, with the loader and the Trainer's settings as they are."""
     outcomes = isolation.several(_on_rank, 2, patient, 2)
-    if any(outcome.value is None for outcome in outcomes):
-        return [], "what two ranks draw could not be compared: " + next(o.problem for o in outcomes if o.problem)
+    if problems := [outcome.problem for outcome in outcomes if outcome.problem]:
+        return [], f"what two ranks draw could not be compared: {problems[0]}"
     a, b = (outcome.value for outcome in outcomes)
     if a is None or b is None or a.shape != b.shape or not torch.equal(a, b) or not a.numel():
         return [], ""
@@ -306,7 +307,7 @@ def _on_rank(rank: int, note: Callable[[Any], None], patient: Patient, world: in
     caught: list[Any] = []
 
     def instead(step: Any, batch: Any, args: Any, kwargs: Any) -> Any:
-        caught.append(fingerprint(batch))
+        caught.append(fingerprint(batch, floating=False))
         raise _Enough
 
     fit = Fit(patient, steps=1, real=True, instead=instead, settings=settings)

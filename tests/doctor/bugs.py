@@ -99,7 +99,7 @@ BUGS = [
         "0.5000 times the slope",
     ),
     Bug("negatives_detached", lambda: Contrast("detached"), "ranks", "gather_detached", "gradient"),
-    Bug("gather_dropped", lambda: Contrast("dropped"), "ranks", "gather_dropped", "dropped", fast=True),
+    Bug("gather_dropped", lambda: Contrast("dropped"), "ranks", "gather_dropped", "dropped"),
     Bug("times_ranks", lambda: Barlow(bug="times_ranks"), "ranks", "gradient_scaled", "2 times"),
     Bug("divided_by_all", lambda: Contrast(bug="divided_by_all"), "ranks", "gradient_scaled", "1/2 of"),
     Bug(
@@ -165,7 +165,7 @@ BUGS = [
     # Gradients
     Bug("detached_features", lambda: Contrast(bug="detached_features"), "gradients", "cut_off", "backbone", fast=True),
     Bug("no_predictor", lambda: Siamese("no_predictor"), "gradients", "never_used", "predictor"),
-    Bug("target_learns", lambda: Siamese("target_learns"), "gradients", "target_gradient", "target", fast=True),
+    Bug("target_learns", lambda: Siamese("target_learns"), "gradients", "target_gradient", "target"),
     Bug("thawed", lambda: Siamese("thawed"), "gradients", "frozen_gradient", "backbone.0"),
     Bug("square_root", lambda: Contrast(bug="square_root"), "gradients", "non_finite", "the gradient of"),
     # Target
@@ -218,7 +218,7 @@ BUGS = [
     Bug("refuses_its_own", lambda: Queued("refuses_its_own"), "resume", "cannot_resume", "KeyError"),
     Bug("counter", lambda: Siamese("counter"), "resume", "not_resumed", "attribute steps"),
     # Modes
-    Bug("still_norm", lambda: Moded("still_norm"), "modes", "statistics_never_updated", "backbone.1", fast=True),
+    Bug("still_norm", lambda: Moded("still_norm"), "modes", "statistics_never_updated", "backbone.1"),
     Bug(
         "target_in_eval", lambda: Siamese("target_in_eval", norm=True), "modes", "statistics_never_updated", "eval mode"
     ),
@@ -226,6 +226,6 @@ BUGS = [
     Bug("left_in_eval", lambda: Moded("left_in_eval"), "modes", "left_in_eval", "backbone"),
     Bug("half_overflow", lambda: Moded("half_overflow"), "modes", "half_not_finite", "bf16-mixed"),
     # Start
-    Bug("constant_output", lambda: Moded("constant_output"), "start", "constant_output", "projector", fast=True),
+    Bug("constant_output", lambda: Moded("constant_output"), "start", "constant_output", "projector"),
     Bug("zero_loss", lambda: Contrast(bug="zero_loss"), "start", "loss_zero", "exactly 0"),
 ]
