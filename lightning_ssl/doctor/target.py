@@ -203,18 +203,13 @@ def _judged(patient: Patient, twin: Twin, seen: dict[str, Any], gathered: dict[s
     moves: list[Move] = seen["moves"][twin.target]
     findings: list[Finding] = []
     strayed = [move for move in moves if move.misfit > 0.05]
-    if twin.target in seen["in_optimizer"]:
-        how = (
-            f"and moves, but not towards {twin.online}: {strayed[0].misfit:.0%} of a change has another direction"
-            if strayed
-            else "which does not move it as long as it gets no gradient"
-        )
+    if twin.target in seen["in_optimizer"] and strayed and twin.copied:
+        how = f"and moves, but not towards {twin.online}: {strayed[0].misfit:.0%} of a change has another direction"
         findings.append(
             alarm(
                 "target_in_optimizer",
                 f"{twin.target} follows {twin.online}, and stands in the optimizer with requires_grad=True, {how}",
-                "gradients, decay or momentum move the target beside its moving average as soon as a gradient gets "
-                "there; plain DDP stops at parameters that get none",
+                "gradients, decay or momentum move the target beside its moving average",
                 "leave its parameters out of the optimizer, or set requires_grad_(False) on them",
                 where,
             )
@@ -264,6 +259,8 @@ def _judged(patient: Patient, twin: Twin, seen: dict[str, Any], gathered: dict[s
         text = f"{twin.target} follows {twin.online} with momentum {measured:.6g}, once a step"
         kept = seen["buffers"][twin.target]
         text += f"; its batch-norm statistics are {kept}" if kept else ""
+        if twin.target in seen["in_optimizer"]:
+            text += "; it stands in the optimizer with requires_grad=True, which moves it as soon as it gets a gradient"
         findings.append(info("target_follows", text, where=where))
     return findings
 

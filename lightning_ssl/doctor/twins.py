@@ -82,7 +82,8 @@ def _as_twin(module: nn.Module, a: str, b: str, learning: set[str]) -> tuple[Twi
     both = Twin(a, b, False).pairs(module)
     if any(x is y or x.data_ptr() == y.data_ptr() for x, y in both):
         return None  # shared weights
-    copied = all(torch.equal(x, y) for x, y in both)
+    # Norms begin alike everywhere: only numbers that were drawn tell a copy.
+    copied = all(torch.equal(x, y) for x, y in both) and any(bool((x != x.flatten()[0]).any()) for x, _ in both)
     named = {path: called_target(path) for path in (a, b)}
     if learns[a] and learns[b]:
         if not copied or named[a] == named[b]:

@@ -180,7 +180,6 @@ BUGS = [
         "each micro-batch",
         options={"accumulate_grad_batches": 2},
     ),
-    Bug("target_in_optimizer", lambda: Siamese("target_in_optimizer"), "target", "target_in_optimizer", "optimizer"),
     Bug("target_is_trained", lambda: Siamese("target_learns"), "target", "target_in_optimizer", "another direction"),
     # Optimizer
     Bug(

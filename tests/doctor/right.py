@@ -69,6 +69,7 @@ RIGHT: dict[str, Right] = {
     "plain_siamese": plain(Siamese),
     "plain_siamese_norm": plain(lambda: Siamese(norm=True), num_workers=2),
     "plain_micro_batch": plain(lambda: Siamese("micro_batch")),
+    "plain_target_listed": plain(lambda: Siamese("target_in_optimizer")),  # without a gradient it does no harm
     "plain_queue": plain(Queued),
     "plain_queue_not_saved": plain(lambda: Queued("lost_queue")),
     "plain_schedule": plain(Optimized),
