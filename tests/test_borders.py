@@ -12,8 +12,11 @@ import lightning_ssl
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "lightning_ssl").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")])
-# Private names that are not Lightning's: named tuples', torch's, torchmetrics', argparse's.
+# Private names that are not Lightning's: named tuples', torch's, torchmetrics', argparse's, the system's.
 NOT_LIGHTNINGS = {
+    "_C",
+    "_current_graph_task_id",
+    "_exit",
     "_asdict",
     "_foreach_lerp_",
     "_reductions",

@@ -85,6 +85,11 @@ def test_commands(tmp_path, monkeypatch):
             continue
         if "--data.download" in args:
             del args[args.index("--data.download") : args.index("--data.download") + 2]
+        if args[0] == "doctor":
+            with pytest.raises(SystemExit) as ended:
+                main([*args, "--checks=optimizer", *SMALL[4:]])
+            assert ended.value.code == 0
+            continue
         small = SMALL if args[0] == "fit" else SMALL[2:]
         main([*args, *small])
     assert (tmp_path / "embeddings.npz").is_file()

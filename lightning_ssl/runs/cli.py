@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import yaml
 
 DESCRIPTION = """\
 Self-supervised training under the microscope. Besides the commands below there are `lightning-ssl reproduce --list`
-(the papers' tables and figures) and `lightning-ssl dashboard --help` (a W&B workspace for the diagnostics)."""
+(the papers' tables and figures), `lightning-ssl dashboard --help` (a W&B workspace for the diagnostics) and
+`lightning-ssl doctor --help` (silent bugs, found before the first epoch)."""
 TUNING = "Callbacks are tuned and switched off by name: --knn.every_n_epochs 1 --linear false."
 
 
@@ -31,6 +33,13 @@ def main(args: list[str] | None = None) -> None:
         from lightning_ssl.runs.dashboard import main as dashboard
 
         sys.exit(dashboard(command[1:]))
+    cli: Any = None
+    if command[:1] == ["doctor"]:
+        from lightning_ssl.runs.doctor import DoctorCLI, read
+
+        chosen, rest = read(command[1:])
+        command = args = ["fit", *rest]
+        cli = partial(DoctorCLI, chosen)
 
     import lightning.pytorch as L
 
@@ -44,7 +53,7 @@ def main(args: list[str] | None = None) -> None:
         }
         for name in RunCLI.subcommands()
     }
-    RunCLI(
+    (cli or RunCLI)(
         args=args,
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
