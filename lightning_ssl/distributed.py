@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -183,6 +184,54 @@ def deal(pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0]
     turns = [torch.arange(len(piece), device=piece.device) * len(pieces) + r for r, piece in enumerate(pieces)]
     return torch.cat(list(pieces))[torch.cat(turns).argsort()]
+
+
+class Vote:
+    """What any rank asks for, known to all of them one call later, and waited for by none.
+
+    A call hands in this rank's numbers and returns the largest in size of all ranks' numbers of the call before: by
+    then they have arrived. So all ranks see the same at the same call. In one process a call returns its own numbers.
+
+    Example:
+        >>> Vote().cast(15, 0)
+        [15, 0]
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._work: Any = None
+        self._numbers: Tensor | None = None
+
+    def open(self, timeout: timedelta) -> None:
+        """Collective: begin, with a process group of its own that does not touch the device."""
+        self._work = self._numbers = None
+        if world_size() > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def cast(self, *numbers: int) -> list[int]:
+        """Collective."""
+        if world_size() == 1:
+            return list(numbers)
+        found = self._result(len(numbers))
+        # Both signs, as the largest and as the smallest of all.
+        self._numbers = torch.tensor([*numbers, *(-n for n in numbers)])
+        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return found
+
+    def _result(self, count: int) -> list[int]:
+        if self._work is None or self._numbers is None:
+            return [0] * count
+        self._work.wait()
+        values = self._numbers.tolist()
+        return [high if high > 0 else -low for high, low in zip(values[:count], values[count:], strict=True)]
+
+    def close(self) -> None:
+        """Collective: the end, of ranks that are all alive."""
+        if self._group is not None and world_size() > 1:
+            if self._work is not None:
+                self._work.wait()
+            dist.destroy_process_group(self._group)
+        self._group = self._work = None
 
 
 class _Slot(NamedTuple):

@@ -35,20 +35,20 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/data/loader.py",
-        "self.sampler.start = skip * (self.batch_size or 1)",
-        "self.sampler.start = skip",
+        "self.sampler.start = start",
+        "self.sampler.start = 0",
         "tests/data/test_image.py -k 'resumed_run and 8-0'",
     ),
     Mutant(
         "lightning_ssl/data/loader.py",
-        'self._position = {"epoch": epoch, "batch": skip}',
-        'self._position = {"epoch": epoch, "batch": 0}',
+        'self._position = {"epoch": epoch, "samples": start}',
+        'self._position = {"epoch": epoch, "samples": 0}',
         "tests/data/test_image.py -k 'stopped_twice'",
     ),
     Mutant(
         "lightning_ssl/data/loader.py",
-        'max(0, self._position["batch"] - self.untrained())',
-        'self._position["batch"]',
+        'self._position["samples"] - self.untrained() * self.global_batch',
+        'self._position["samples"]',
         "tests/data/test_image.py -k 'failed_is'",
     ),
     Mutant(
