@@ -9,7 +9,9 @@ mean times :func:`rank_weight`.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,11 +28,32 @@ def rank(group: Any = None) -> int:
     return dist.get_rank(group) if world_size(group) > 1 else 0
 
 
+class Collective(NamedTuple):
+    """One of ours: its name and its number in this process."""
+
+    name: str
+    number: int
+
+
+_last = Collective("none", 0)
+
+
+def last_collective() -> Collective:
+    """The last collective of this module that was begun; DDP's own are not among them."""
+    return _last
+
+
+def _begin(name: str) -> None:
+    global _last
+    _last = Collective(name, _last.number + 1)
+
+
 def all_reduce_sum(x: Tensor, group: Any = None) -> Tensor:
     """The sum over ranks, outside the graph; `x` is left as it was."""
     if world_size(group) == 1:
         return x
     total = x.detach().clone(memory_format=torch.contiguous_format)
+    _begin("all_reduce_sum")
     dist.all_reduce(total, group=group)
     return total
 
@@ -39,6 +62,7 @@ def broadcast(x: Tensor) -> Tensor:
     """Rank 0's tensor."""
     if world_size() > 1:
         x = x.contiguous()
+        _begin("broadcast")
         dist.broadcast(x, src=0)
     return x
 
@@ -49,6 +73,7 @@ def row_counts(rows: int, device: torch.device) -> list[int]:
         return [rows]
     counts = torch.zeros(world_size(), dtype=torch.long, device=device)
     counts[rank()] = rows
+    _begin("row_counts")
     dist.all_reduce(counts)
     return counts.tolist()
 
@@ -83,6 +108,7 @@ class _GatherRows(torch.autograd.Function):
         padded = x.new_zeros(max(counts), *x.shape[1:])  # all_gather needs equal shapes
         padded[: len(x)] = x
         parts = [torch.empty_like(padded) for _ in counts]
+        _begin("gather_rows")
         dist.all_gather(parts, padded)
         return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
 
@@ -149,6 +175,7 @@ def all_gather(x: Tensor, group: Any = None) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(world_size(group))]
     if len(parts) == 1:
         return x[None]
+    _begin("all_gather")
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.stack(parts)
 
@@ -157,6 +184,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Every rank's value, pickled whole; :func:`exchange` is for tensors."""
     values: list[Any] = [value] * world_size(group)
     if len(values) > 1:
+        _begin("gather_objects")
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -166,6 +194,7 @@ def agree(ok: bool, number: int = 0, device: torch.device | None = None) -> tupl
     if world_size() == 1:
         return ok, number
     votes = torch.tensor([0 if ok else 1, number], device=device)
+    _begin("agree")
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     failed, largest = votes.tolist()
     return not failed, largest
@@ -221,6 +250,7 @@ class Vote:
     def _result(self, count: int) -> list[int]:
         if self._work is None or self._numbers is None:
             return [0] * count
+        _begin("vote")
         self._work.wait()
         values = self._numbers.tolist()
         return [high if high > 0 else -low for high, low in zip(values[:count], values[count:], strict=True)]
@@ -232,6 +262,37 @@ class Vote:
                 self._work.wait()
             dist.destroy_process_group(self._group)
         self._group = self._work = None
+
+
+class Board:
+    """Notes for the other ranks in the store at which they met: it answers where a collective would wait.
+
+    Args:
+        name: Of this run, the same on all ranks and not used before.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+    def collect(self, note: str, timeout: timedelta) -> dict[int, str]:
+        """Every rank's note, by rank; of those that handed in theirs within the time."""
+        self._store.set(f"note/{rank()}", note)
+        found, end = {rank(): note}, time.monotonic() + timeout.total_seconds()
+        while len(found) < world_size() and time.monotonic() < end:
+            for other in set(range(world_size())) - set(found):
+                if self._store.check([f"note/{other}"]):
+                    found[other] = self._store.get(f"note/{other}").decode()
+            time.sleep(0.02)
+        return dict(sorted(found.items()))
+
+    def post(self, words: str) -> None:
+        """Leave the last words of this rank, unless another was first; nothing if the store is out of reach."""
+        with suppress(RuntimeError):
+            self._store.compare_set("ended", "", words)
+
+    def read(self) -> str:
+        """The last words of the rank that ended first; empty while there are none."""
+        return self._store.get("ended").decode() if self._store.check(["ended"]) else ""
 
 
 class _Slot(NamedTuple):

@@ -12,12 +12,14 @@ import lightning_ssl
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "lightning_ssl").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")])
-# Private names that are not Lightning's: named tuples', torch's, torchmetrics', argparse's.
+# Private names that are not Lightning's: named tuples', torch's, torchmetrics', argparse's, os._exit.
 NOT_LIGHTNINGS = {
     "_asdict",
     "_foreach_lerp_",
     "_reductions",
+    "_exit",
     "_fields",
+    "_get_default_store",
     "_make",
     "_replace",
     "_BatchNorm",

@@ -111,16 +111,13 @@ def test_an_exception_leaves_a_checkpoint_where_that_was_asked_for(tmp_path, ask
                 raise RuntimeError("on purpose")
 
     class Fewer(torch.utils.data.Dataset):
-        def __init__(self, data):
-            self.data = data
-
         def __len__(self):
-            return len(self.data)
+            return 4
 
         def __getitem__(self, i):
-            if i == 2 * batches.batch_size:
+            if i == 2:
                 raise RuntimeError("on purpose")
-            return self.data[i]
+            return batches.dataset[i]
 
     saver = RunCheckpoint(tmp_path, filename="{step}", save_last=True, save_on_exception=asked)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
@@ -128,12 +125,9 @@ def test_an_exception_leaves_a_checkpoint_where_that_was_asked_for(tmp_path, ask
         accelerator="cpu", max_epochs=1, callbacks=[Fail(), saver], plugins=[CheckpointFiles()], **quiet
     )
     batches = loader(4)
-    if callback is None:
-        batches = torch.utils.data.DataLoader(
-            Fewer(batches.dataset), batch_size=batches.batch_size, collate_fn=batches.collate_fn
-        )
+    broken = torch.utils.data.DataLoader(Fewer(), batch_size=None)
     with pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit(small(BYOL), batches)
+        trainer.fit(small(BYOL), broken if callback is None else batches)
     assert [torch.load(path)["global_step"] for path in tmp_path.glob("*.ckpt")] == ([] if left is None else [left])
 
 
@@ -143,7 +137,9 @@ def test_there_is_a_checkpoint_an_epoch_whatever_the_validation(tmp_path, valida
     seen = {}
 
     class Look(L.Callback):
-        def on_train_epoch_start(self, trainer, *_):
+        def on_before_backward(self, trainer, *_):
+            if trainer.fit_loop.epoch_loop.batch_idx:
+                return
             seen[trainer.current_epoch] = sorted(path.name for path in tmp_path.glob("*.ckpt"))
             if seen[trainer.current_epoch]:
                 assert torch.load(tmp_path / "last.ckpt")["global_step"] == 2 * trainer.current_epoch
