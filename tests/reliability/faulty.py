@@ -79,3 +79,11 @@ class Slowly(L.Callback):
         time.sleep(self.seconds)
         if trainer.global_step == self.hang and trainer.global_rank == 1:
             time.sleep(3600)
+
+
+class Seen(L.Callback):
+    """Writes down which samples each step saw, one file a rank."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        with open(f"seen-{trainer.world_size}-{trainer.global_rank}.txt", "a") as file:
+            file.write(f"{trainer.current_epoch} {trainer.global_step} {' '.join(map(str, batch.index.tolist()))}\n")

@@ -53,6 +53,9 @@ class Hosts:
             self.names[1],
         )
         for name, address in zip(self.names, self.addresses, strict=True):
+            own = Path("/etc/netns") / name  # `ip netns exec` puts what is there over /etc
+            own.mkdir(parents=True)
+            (own / "hosts").write_text(f"127.0.0.1 localhost\n{address} {name}\n")
             self.ip("-n", name, "address", "add", f"{address}/24", "dev", "wire")
             self.ip("-n", name, "link", "set", "wire", "up")
 
@@ -123,6 +126,7 @@ class Hosts:
         self.end()
         for name in self.names:
             self.ip("netns", "del", name, check=False)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 def alive(pid):
