@@ -81,6 +81,7 @@ class Hosts:
                     subprocess.Popen([*place, *run], cwd=folder, env=environment, stdout=output, stderr=output)
                 )
         self.folders = folders
+        self.begun_at = self.step()
 
     def output(self, node):
         return (self.folders[node] / f"host{node}.txt").read_text()
@@ -95,9 +96,15 @@ class Hosts:
             found.append([int(line.split()[0]) for line in listed.stdout.splitlines() if "lightning_ssl" in line])
         return found
 
-    def wait_for_step(self, step, seconds=200):
-        last, end = self.folders[0] / "runs" / "run" / "checkpoints" / "last.ckpt", time.monotonic() + seconds
-        while not (last.exists() and jobs.checkpoint(last.parents[1])["global_step"] >= step):
+    def step(self):
+        """Of the last checkpoint."""
+        run = self.folders[0] / "runs" / "run"
+        return jobs.checkpoint(run)["global_step"] if (run / "checkpoints" / "last.ckpt").exists() else 0
+
+    def wait_for_steps(self, number=4, seconds=200):
+        """Until so many more than at the start are saved."""
+        end = time.monotonic() + seconds
+        while self.step() < self.begun_at + number:
             assert time.monotonic() < end and all(a.poll() is None for a in self.agents), self.output(0) + self.output(
                 1
             )
@@ -152,13 +159,13 @@ def hosts():
 
 
 def command(folder, *flags, hang=-1):
-    """Two epochs of 20 steps of BYOL on two ranks."""
+    """Two epochs of 30 steps of BYOL on two ranks."""
     return [
         *jobs.job("BYOL", folder, callbacks=[SLOWLY.format(hang), jobs.CALLBACKS[2], jobs.REPORT, SAVING]),
         *jobs.NORM_FREE["BYOL"],
         "--model.backbone.norm=group",
         "--data.batch_size=16",
-        "--trainer.limit_train_batches=20",
+        "--trainer.limit_train_batches=30",
         "--trainer.devices=1",
         "--trainer.num_nodes=2",
         "--trainer.strategy=DDPStrategy",
@@ -196,18 +203,17 @@ def test_faults_end_the_run_and_it_goes_on(hosts, one_host, tmp_path):
     """A worker killed, a rank that hangs, an agent killed, the link cut, one after another; then on to the end."""
     took, both = {}, [tmp_path, tmp_path]
     hosts.start(both, command(tmp_path))
-    hosts.wait_for_step(4)
+    hosts.wait_for_steps()
     workers = [pid for pids in hosts.workers() for pid in pids]
     assert len(workers) == 2
     os.kill(workers[1], 9)
     took["worker killed"] = hosts.seconds_until_ranks_end(workers, TIMEOUT + SPARE)
     assert re.search(LINE.format(0), hosts.output(0)), hosts.output(0)[-3000:]
     hosts.end()
-    before = jobs.checkpoint(tmp_path / "runs" / "run")["global_step"]
-    assert before >= 4
+    assert hosts.step() >= 4
 
-    hosts.start(both, [*command(tmp_path, hang=before + 4), "--ckpt_path=last"])
-    hosts.wait_for_step(before + 4)
+    hosts.start(both, [*command(tmp_path, hang=hosts.step() + 4), "--ckpt_path=last"])
+    hosts.wait_for_steps()
     workers = [pid for pids in hosts.workers() for pid in pids]
     took["a rank hangs"] = hosts.seconds_until_ranks_end(workers, TIMEOUT + SPARE)
     assert re.search(LINE.format(0), hosts.output(0)), hosts.output(0)[-3000:]
@@ -216,7 +222,7 @@ def test_faults_end_the_run_and_it_goes_on(hosts, one_host, tmp_path):
     hosts.end()
 
     hosts.start(both, [*command(tmp_path), "--ckpt_path=last"])
-    hosts.wait_for_step(before + 8)
+    hosts.wait_for_steps()
     workers = [pid for pids in hosts.workers() for pid in pids]
     hosts.agents[1].kill()
     took["agent killed"] = hosts.seconds_until_ranks_end(workers, SPARE)
@@ -224,7 +230,7 @@ def test_faults_end_the_run_and_it_goes_on(hosts, one_host, tmp_path):
     hosts.end()
 
     hosts.start(both, [*command(tmp_path), "--ckpt_path=last"])
-    hosts.wait_for_step(before + 12)
+    hosts.wait_for_steps()
     workers = [pid for pids in hosts.workers() for pid in pids]
     hosts.ip("-n", hosts.names[1], "link", "set", "wire", "down")
     took["link cut"] = hosts.seconds_until_ranks_end(workers, TIMEOUT + SPARE)
@@ -241,7 +247,7 @@ def test_faults_end_the_run_and_it_goes_on(hosts, one_host, tmp_path):
 
 def test_workers_that_torchrun_starts_again_resume_by_themselves(hosts, one_host, tmp_path):
     hosts.start([tmp_path, tmp_path], command(tmp_path), restarts=1)
-    hosts.wait_for_step(6)
+    hosts.wait_for_steps(6)
     os.kill(hosts.workers()[1][0], 9)
     hosts.finish()
     assert "all 2 ranks resume from step" in hosts.output(0)
@@ -261,7 +267,7 @@ def test_a_host_without_the_checkpoint(hosts, one_host, tmp_path, path):
         assert agent.wait(TIMEOUT + 120) != 0
         words = hosts.output(node)
         assert "the ranks do not resume from the same state" in words, words[-3000:]
-        assert f"rank 0 on {hosts.names[0]}: " in words and "step 40, content" in words
+        assert f"rank 0 on {hosts.names[0]}: " in words and "step 60, content" in words
         assert f"rank 1 on {hosts.names[1]}: " in words and "Put --root on a disk that all hosts share" in words
     print(f"{time.monotonic() - begun:.0f} s from start to end")
     assert {file: file.read_bytes() for file in content} == content
