@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_ssl.distributed import Board, RankError, Vote, deal, exchange
-from lightning_ssl.runs.peers import digest, disagreement
 from tests.ddp import run_ranks
 
 
@@ -93,26 +92,3 @@ def test_notes_of_ranks_that_answer_in_time():
     assert set(before) == {""} and len(set(after)) == 1 and "ended" in after[0]  # the first one's last words
     found = run_ranks(3, note, (1,), "some")
     assert found[1] is None and found[0] == found[2] == ({0: "from 0", 2: "from 2"}, "")
-
-
-def test_ranks_of_other_states_do_not_go_on():
-    same = {"host": "a", "path": "/runs/last.ckpt", "step": 7, "hash": "1" * 64}
-    assert disagreement({0: same, 1: {**same, "host": "b", "path": "/elsewhere/last.ckpt"}}, 2, 9) == ""
-    assert disagreement({0: {"host": "a", "path": None}, 1: {"host": "b", "path": None}}, 2, 9) == ""
-    for other in ({"host": "b", "path": None}, {**same, "step": 8}, {**same, "hash": "2" * 64}):
-        words = disagreement({0: same, 1: {"host": "b", **other}}, 2, 9)
-        assert "do not resume from the same state" in words and "rank 0 on a: /runs/last.ckpt, step 7" in words
-    missing = {"host": "b", "path": "/runs/last.ckpt"}
-    assert "rank 1 on b: /runs/last.ckpt, which is not there" in disagreement({0: same, 1: missing}, 2, 9)
-
-
-def test_a_hash_tells_states_apart():
-    state = {"a": torch.arange(3.0), "b": [1, {"c": torch.zeros(0)}]}
-    assert digest(state) == digest({"b": [1, {"c": torch.zeros(0)}], "a": torch.arange(3.0)})
-    others = [
-        {**state, "a": torch.arange(3)},
-        {**state, "a": torch.arange(3.0) + 1e-7},
-        {**state, "b": [1, {"c": None}]},
-    ]
-    assert len({digest(other) for other in [state, *others]}) == 4
-    assert digest({"a": torch.ones(2, dtype=torch.bfloat16)}) != digest({"a": torch.ones(2, dtype=torch.float16)})
