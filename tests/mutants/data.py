@@ -5,7 +5,7 @@ from tests.mutants import Mutant
 MUTANTS = [
     Mutant(
         "lightning_ssl/data/loader.py",
-        "order[self.rank :: self.num_replicas][: self.num_samples]",
+        "order[self.start :][self.rank :: self.num_replicas]",
         "order[self.rank * self.num_samples :][: self.num_samples]",
         "tests/data/test_image.py -k 'number_of_ranks or no_samples or epochs_differ'",
     ),
@@ -50,6 +50,18 @@ MUTANTS = [
         'self._position["samples"] - self.untrained() * self.global_batch',
         'self._position["samples"]',
         "tests/data/test_image.py -k 'failed_is'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        "return max(samples // self.global_batch, whole - left), whole",
+        "return samples // self.global_batch, whole",
+        "tests/reliability/test_rank_changes.py",
+    ),
+    Mutant(
+        "lightning_ssl/data/module.py",
+        "recount_batches(self.trainer, batches, whole)",
+        "pass",
+        "tests/reliability/test_rank_changes.py",
     ),
     Mutant(
         "lightning_ssl/data/module.py",
