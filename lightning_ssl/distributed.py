@@ -9,8 +9,9 @@ mean times :func:`rank_weight`.
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -276,23 +277,40 @@ class Board:
 
     def collect(self, note: str, timeout: timedelta) -> dict[int, str]:
         """Every rank's note, by rank; of those that handed in theirs within the time."""
-        self._store.set(f"note/{rank()}", note)
         found, end = {rank(): note}, time.monotonic() + timeout.total_seconds()
-        while len(found) < world_size() and time.monotonic() < end:
-            for other in set(range(world_size())) - set(found):
-                if self._store.check([f"note/{other}"]):
-                    found[other] = self._store.get(f"note/{other}").decode()
-            time.sleep(0.02)
+
+        def gather() -> None:
+            self._store.set(f"note/{rank()}", note)
+            while len(found) < world_size() and time.monotonic() < end:
+                for other in set(range(world_size())) - set(found):
+                    if self._store.check([f"note/{other}"]):
+                        found[other] = self._store.get(f"note/{other}").decode()
+                time.sleep(0.02)
+
+        _within(timeout.total_seconds(), gather)
         return dict(sorted(found.items()))
 
-    def post(self, words: str) -> None:
-        """Leave the last words of this rank, unless another was first; nothing if the store is out of reach."""
-        with suppress(RuntimeError):
-            self._store.compare_set("ended", "", words)
+    def post(self, words: str, seconds: float = 2.0) -> None:
+        """Leave the last words of this rank, unless another was first or the store is out of reach."""
+        _within(seconds, lambda: self._store.compare_set("ended", "", words))
 
-    def read(self) -> str:
-        """The last words of the rank that ended first; empty while there are none."""
-        return self._store.get("ended").decode() if self._store.check(["ended"]) else ""
+    def read(self, seconds: float = 2.0) -> str | None:
+        """The last words of the rank that ended first; empty while there are none, None if the store is out of reach."""
+        return _within(seconds, lambda: self._store.get("ended").decode() if self._store.check(["ended"]) else "")
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What a call to the store returns, or None: behind a link that is cut it would wait for ever."""
+    found: list[Any] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            found.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 class _Slot(NamedTuple):

@@ -28,6 +28,10 @@ LOST = re.compile(
 SHARED = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")
 
 
+class Disagreement(RankError):
+    """Ranks that would not resume from the same state."""
+
+
 class Peers(L.Callback):
     """Lets the ranks of a fit agree on what they resume from, and end when one of them does.
 
@@ -78,7 +82,7 @@ class Peers(L.Callback):
         seconds = group_timeout(trainer)
         notes = {r: json.loads(note) for r, note in self._board.collect(json.dumps(mine), seconds).items()}
         if problem := disagreement(notes, world_size(), seconds.total_seconds()):
-            raise RankError(problem)
+            raise Disagreement(problem)
         if self._found:
             rank_zero_info(f"all {world_size()} ranks resume from step {self._found['step']}")
         threading.Thread(target=self._watch, args=(trainer, self._over), daemon=True).start()
@@ -103,28 +107,25 @@ class Peers(L.Callback):
     def _watch(self, trainer: L.Trainer, over: threading.Event) -> None:
         """Look for last words of others; a main thread that does not end by itself is ended."""
         assert self._board is not None
-        try:
-            while not over.wait(self.every):
-                if words := self._board.read():
-                    if not over.wait(self.grace):
-                        print(self._line(trainer, words), file=sys.stderr, flush=True)
-                        os._exit(1)
-                    return
-        except RuntimeError:  # the store is out of reach: collectives will tell
-            return
+        pause = self.every
+        while not over.wait(pause):
+            words = self._board.read()
+            pause = 15 * self.every if words is None else self.every  # out of reach: collectives will tell
+            if words:
+                if not over.wait(self.grace):
+                    print(self._line(trainer, words), file=sys.stderr, flush=True)
+                    os._exit(1)
+                return
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if self._board is None or isinstance(exception, (RunStopped, RankError)):
+        if self._board is None or isinstance(exception, (RunStopped, Disagreement)):
             self._over.set()
             return
         self.ended_by_others = bool(LOST.search(str(exception)))
-        words = ""
+        words: str | None = None
         if self.ended_by_others:
             time.sleep(min(1.0, self.grace / 4))  # another rank may be about to say why
-            try:
-                words = self._board.read()
-            except RuntimeError:
-                words = ""
+            words = self._board.read()
         error = f"{type(exception).__name__}: {(str(exception).strip() or '-').splitlines()[0][:200]}"
         self._board.post(f"rank {rank()} on {socket.gethostname()} ended first, {self.doing}: {error}")
         self._over.set()

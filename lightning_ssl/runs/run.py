@@ -24,12 +24,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
-from lightning_ssl.distributed import RankError, rank, world_size
+from lightning_ssl.distributed import rank, world_size
 from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
-from lightning_ssl.runs.peers import Peers
+from lightning_ssl.runs.peers import Disagreement, Peers
 from lightning_ssl.runs.tuning import split_flags, tune
 
 __all__ = ["ResumableCSVLogger", "RunCLI", "RunParser", "SaveRunConfig", "explain"]
@@ -76,7 +76,7 @@ class RunCLI(LightningCLI):
             raise error
         except CheckpointError as found:
             self.parser.exit(1 if self.reading is None else 2, f"lightning-ssl: error: {found}\n")
-        except (MisconfigurationException, FileNotFoundError, RankError):
+        except (MisconfigurationException, FileNotFoundError, Disagreement):
             self.parser.exit(2, f"lightning-ssl: error: {error}\n")
         except Exception:
             if not self.peers.ended_by_others:
