@@ -273,7 +273,8 @@ class Board:
     """
 
     def __init__(self, name: str) -> None:
-        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
     def collect(self, note: str, timeout: timedelta) -> dict[int, str]:
         """Every rank's note, by rank; of those that handed in theirs within the time."""
@@ -295,7 +296,7 @@ class Board:
         _within(seconds, lambda: self._store.compare_set("ended", "", words))
 
     def read(self, seconds: float = 2.0) -> str | None:
-        """The last words of the rank that ended first; empty while there are none, None if the store is out of reach."""
+        """The last words of the rank that ended first: empty while there are none, None from a store out of reach."""
         return _within(seconds, lambda: self._store.get("ended").decode() if self._store.check(["ended"]) else "")
 
 

@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
 REQUEUE = 75  # sysexits.h: "temporary failure, the user is invited to retry"
 INTERRUPTED = 128 + signal.SIGINT
@@ -34,6 +34,7 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
         self._parent = 0
         self._requeue = 0
+        self._helper = False
 
     def listen(self, trainer: L.Trainer) -> None:
         """Take the place of the handlers there are: Lightning's save in the middle of a step, or end there."""
@@ -42,6 +43,7 @@ class StopSignals:
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
         environment = getattr(trainer.strategy, "cluster_environment", None)
+        self._helper = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = int(environment.requeue_signal or signal.SIGUSR1)
             signals.append(signal.Signals(self._requeue))
@@ -77,7 +79,8 @@ class StopSignals:
         """What ends the run, once the step is saved, for a reason that the ranks agreed on."""
         name = signal.Signals(number).name if number > 0 else "the loss of the agent that started a rank"
         reason = f"ended by {name} after step {step}; {path} holds it: the same command with --ckpt_path last goes on"
-        return RunStopped(reason, INTERRUPTED if number == signal.SIGINT else REQUEUE)
+        # Lightning's launcher kills the process that speaks for the run when one it has started does not end with 0.
+        return RunStopped(reason, 0 if self._helper else INTERRUPTED if number == signal.SIGINT else REQUEUE)
 
     def requeue(self, number: int) -> str:
         """Queue a SLURM job again, if that is what the signal is for; returns what there is to say about it."""

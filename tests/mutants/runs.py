@@ -155,8 +155,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/runs/signals.py",
-        "INTERRUPTED if number == signal.SIGINT else REQUEUE",
-        "INTERRUPTED",
+        "INTERRUPTED if number == signal.SIGINT else REQUEUE)",
+        "INTERRUPTED)",
         "tests/reliability/test_between_steps.py -k SIGTERM",
     ),
     Mutant(
