@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import socket
 import sys
 import threading
@@ -20,10 +19,6 @@ from lightning_ssl._lightning import group_timeout
 from lightning_ssl.distributed import Board, RankError, last_collective, rank, world_size
 from lightning_ssl.runs.signals import RunStopped
 
-# Messages of gloo, NCCL and the store when another process is gone or does not answer.
-LOST = re.compile(
-    r"gloo/transport|Connection (reset|closed|refused)|Broken pipe|[Tt]imed? ?out|NCCL|(recvValue|sendBytes) failed"
-)
 # The content that must be equal on all ranks; callbacks may keep what is their rank's own.
 SHARED = ("state_dict", "optimizer_states", "lr_schedulers", "loops", "global_step")
 
@@ -121,7 +116,7 @@ class Peers(L.Callback):
         if self._board is None or isinstance(exception, (RunStopped, Disagreement)):
             self._over.set()
             return
-        self.ended_by_others = bool(LOST.search(str(exception)))
+        self.ended_by_others = is_a_lost_peer(exception)
         words: str | None = None
         if self.ended_by_others:
             time.sleep(min(1.0, self.grace / 4))  # another rank may be about to say why
@@ -145,6 +140,19 @@ class Peers(L.Callback):
             + (f"{saved} is whole: " if saved else "")
             + "when all hosts are back, the same command with --ckpt_path last goes on"
         )
+
+
+def is_a_lost_peer(error: BaseException) -> bool:
+    """Whether an error is gloo's, NCCL's or the store's, of a process that is gone or does not answer.
+
+    Example:
+        >>> is_a_lost_peer(RuntimeError("[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
+        True
+        >>> is_a_lost_peer(ConnectionResetError("Connection reset by peer"))  # the dataset's, say
+        False
+    """
+    named = "gloo/transport" in str(error) or "NCCL" in str(error)
+    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and named)
 
 
 def disagreement(notes: dict[int, dict[str, Any]], ranks: int, seconds: float) -> str:

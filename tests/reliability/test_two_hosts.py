@@ -225,7 +225,7 @@ def test_faults_end_the_run_and_it_goes_on(hosts, one_host, tmp_path):
     hosts.wait_for_steps()
     workers = [pid for pids in hosts.workers() for pid in pids]
     hosts.agents[1].kill()
-    took["agent killed"] = hosts.seconds_until_ranks_end(workers, SPARE)
+    took["agent killed"] = hosts.seconds_until_ranks_end(workers, TIMEOUT + SPARE)
     assert "ended by the loss of the agent that started a rank after step" in hosts.output(0), hosts.output(0)[-3000:]
     hosts.end()
 
