@@ -141,7 +141,7 @@ class RunCLI(LightningCLI):
             self.parser.error(f"--output {config.output!r}: its folder does not exist; make it first")
         config.name = config.name or self._run_name(config)
         last = Path(config.root, config.name, "checkpoints", "last.ckpt")
-        if self.subcommand == "fit" and restarts() and last.is_file():
+        if self.subcommand == "fit" and last.is_file() and started_again(last):
             config.ckpt_path = "last"  # of this very run, whatever its first start began from
         if config.trainer.default_root_dir is None:
             config.trainer.default_root_dir = str(Path(config.root) / config.name)
@@ -209,9 +209,19 @@ def one_of_many() -> bool:
     return any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "SLURM_NTASKS"))
 
 
-def restarts() -> int:
-    """How often torchrun has started this worker again, or SLURM has queued this job again."""
-    return max(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+def started_again(last: Path) -> bool:
+    """Whether SLURM has queued this job again, or torchrun has started its workers again.
+
+    torchrun does not tell the workers of a host that start again because another host's do. But then there is a
+    checkpoint that is younger than the agent, which started this process.
+    """
+    if any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+        return True
+    if not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) or not sys.platform.startswith("linux"):
+        return False
+    ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return last.stat().st_mtime > float(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:

@@ -1,8 +1,11 @@
 """What ranks say of the states they resume from; two hosts that do not agree are in test_two_hosts.py."""
 
+import os
+
 import torch
 
 from lightning_ssl.runs.peers import digest, disagreement
+from lightning_ssl.runs.run import started_again
 
 
 def test_ranks_of_other_states_do_not_go_on():
@@ -26,3 +29,18 @@ def test_a_hash_tells_states_apart():
     ]
     assert len({digest(other) for other in [state, *others]}) == 4
     assert digest({"a": torch.ones(2, dtype=torch.bfloat16)}) != digest({"a": torch.ones(2, dtype=torch.float16)})
+
+
+def test_a_checkpoint_younger_than_the_agent_means_another_start(tmp_path, monkeypatch):
+    last = tmp_path / "last.ckpt"
+    last.write_bytes(b"")
+    for name in ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not started_again(last)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert started_again(last)  # written after the process that started this one
+    os.utime(last, (0, 0))
+    assert not started_again(last)  # an earlier run's
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert started_again(last)
