@@ -95,6 +95,11 @@ def recount_batches(trainer: L.Trainer, batches: int, whole: int) -> None:
         counts[name] += shift
 
 
+def cluster_environment(trainer: L.Trainer) -> Any:
+    """What started this process; a strategy of one device does not hold it."""
+    return trainer._accelerator_connector.cluster_environment
+
+
 def group_timeout(trainer: L.Trainer) -> timedelta:
     """How long the strategy lets a collective wait; the process group does not tell."""
     return getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)

@@ -11,6 +11,8 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
 
+from lightning_ssl._lightning import cluster_environment
+
 REQUEUE = 75  # sysexits.h: "temporary failure, the user is invited to retry"
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -42,7 +44,7 @@ class StopSignals:
         # torchrun's workers outlive an agent that was killed; nobody would end or restart them.
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         signals = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-        environment = getattr(trainer.strategy, "cluster_environment", None)
+        environment = cluster_environment(trainer)
         self._helper = isinstance(environment, LightningEnvironment) and trainer.local_rank > 0
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue = int(environment.requeue_signal or signal.SIGUSR1)

@@ -55,9 +55,8 @@ def test_a_slurm_job_is_saved_queued_again_and_resumes_as_the_same_run(uninterru
     os.kill(process.pid, signal.SIGUSR1)
     process.join(100)
     assert process.exitcode == 75, jobs.output(tmp_path)[-3000:]
-    assert "ended by SIGUSR1 after step" in jobs.output(tmp_path) and "job 4711 is queued again" in jobs.output(
-        tmp_path
-    )
+    words = jobs.output(tmp_path)
+    assert "ended by SIGUSR1 after step" in words and "job 4711 is queued again" in words
     assert (tmp_path / "called").read_text() == "requeue 4711\n"
     assert 7 < jobs.checkpoint(run)["global_step"] < 14
     process = jobs.start(tmp_path, args, environment={**slurm, "SLURM_RESTART_COUNT": "1"})
