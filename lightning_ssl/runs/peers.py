@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from typing import Any
 
 import lightning.pytorch as L
@@ -45,8 +46,6 @@ class Peers(L.Callback):
         >>> trainer = L.Trainer(callbacks=[Peers()])
     """
 
-    fits = 0  # of this process, which are the same on all ranks
-
     def __init__(self, missing: str = "", every: float = 2.0, grace: float = 8.0) -> None:
         self.missing, self.every, self.grace = missing, every, grace
         self.doing = "before the first step"
@@ -57,8 +56,9 @@ class Peers(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit" and world_size() > 1:
-            Peers.fits += 1
-            self._board, self._found, self._over = Board(f"lightning_ssl/{Peers.fits}"), {}, threading.Event()
+            # The store may hold what was written before torchrun started its workers again, or in an earlier fit.
+            name = trainer.strategy.broadcast(uuid.uuid4().hex)
+            self._board, self._found, self._over = Board(f"lightning_ssl/{name}"), {}, threading.Event()
             self.doing, self.ended_by_others = "before the first step", False
 
     # What they resume from ---------------------------------------------------------------------------------------
