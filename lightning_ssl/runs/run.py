@@ -18,6 +18,7 @@ from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported for their names: jsonargparse knows the subclasses that are loaded.
@@ -140,6 +141,13 @@ class RunCLI(LightningCLI):
         if self.subcommand == "predict" and not Path(config.output).absolute().parent.is_dir():
             self.parser.error(f"--output {config.output!r}: its folder does not exist; make it first")
         config.name = config.name or self._run_name(config)
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) and (
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        ):
+            rank_zero_warn(
+                "workers that torchrun starts again may find each other's earlier addresses in the store it shares with "
+                "them, and fail: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            )
         last = Path(config.root, config.name, "checkpoints", "last.ckpt")
         if self.subcommand == "fit" and last.is_file() and started_again(last):
             config.ckpt_path = "last"  # of this very run, whatever its first start began from

@@ -75,6 +75,7 @@ class Hosts:
                 "PYTHONWARNINGS": "ignore",
                 "GLOO_SOCKET_IFNAME": "wire",
             }
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see overlays/multinode.yaml
             environment["PYTHONPATH"] = str(Path(__file__).parents[2])
             with open(folder / f"host{node}.txt", "wb") as output:
                 self.agents.append(
