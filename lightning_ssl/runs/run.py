@@ -141,12 +141,11 @@ class RunCLI(LightningCLI):
         if self.subcommand == "predict" and not Path(config.output).absolute().parent.is_dir():
             self.parser.error(f"--output {config.output!r}: its folder does not exist; make it first")
         config.name = config.name or self._run_name(config)
-        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) and (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        ):
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
             rank_zero_warn(
-                "workers that torchrun starts again may find each other's earlier addresses in the store it shares with "
-                "them, and fail: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+                "workers that torchrun starts again may find each other's earlier addresses in the store that it shares "
+                "with them, and fail: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
         last = Path(config.root, config.name, "checkpoints", "last.ckpt")
         if self.subcommand == "fit" and last.is_file() and started_again(last):
