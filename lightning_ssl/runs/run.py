@@ -144,7 +144,7 @@ class RunCLI(LightningCLI):
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
             rank_zero_warn(
-                "workers that torchrun starts again may find each other's earlier addresses in the store that it shares "
+                "workers that torchrun starts again may find each other's earlier addresses in the store it shares "
                 "with them, and fail: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
         last = Path(config.root, config.name, "checkpoints", "last.ckpt")
