@@ -262,7 +262,10 @@ class RunCheckpoint(OpenModelCheckpoint):
         self._vote = Vote()  # the other ranks may be gone: nothing is asked of them any more
         files = trainer.strategy.checkpoint_io
         if isinstance(files, CheckpointFiles):
-            files.discard()  # the log does not hold their step
+            if logging_step(trainer) > self._logged:
+                files.release()
+            else:
+                files.discard()  # the log does not hold their step
         if not (self.save_on_exception and self.save_last and trainer.is_global_zero and self.may_save(trainer)):
             return
         path = self.last_path(trainer)
