@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from lightning_ssl._lightning import logging_step
+from lightning_ssl._lightning import epoch_values, logging_step
 from lightning_ssl.callbacks._engine.report import warn_once, write_file
 from lightning_ssl.callbacks._html import page
 from lightning_ssl.folder import run_dir
@@ -35,12 +35,13 @@ class RunReport(L.Callback):
         self.html = html
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._seen: dict[str, Any] = {}
+        self._noted: dict[str, float] = {}  # at the end of an epoch, before it was logged
         self._folder: Path | None = None
         self._quantities: tuple[Quantity, ...] = declared(())
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._folder = run_dir(trainer)  # collective
-        self._seen = {}
+        self._seen, self._noted = {}, {}
         self._quantities = declared([*trainer.callbacks, pl_module])  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -49,6 +50,13 @@ class RunReport(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
             self._collect(trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Now, and not with the next batch: the epoch's checkpoint holds what there is by now.
+        values = {key: value for key, value in epoch_values(trainer).items() if key != "epoch"}
+        for key, value in values.items():
+            self._note(key, logging_step(trainer), float(value))
+        self._noted = {key: float(value) for key, value in values.items()}
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._collect(trainer)
@@ -64,11 +72,14 @@ class RunReport(L.Callback):
         for key, value in trainer.logged_metrics.items():
             if self._seen.get(key) is not value:
                 self._seen[key] = value
-                if key != "epoch":
-                    points = self.history.setdefault(key, [])
-                    points.append((step, float(value)))
-                    if len(points) > MOST_POINTS:  # a long run's memory and checkpoints stay small: thin the past
-                        del points[1:-1:2]
+                if key != "epoch" and self._noted.pop(key, None) != float(value):
+                    self._note(key, step, float(value))
+
+    def _note(self, key: str, step: int, value: float) -> None:
+        points = self.history.setdefault(key, [])
+        points.append((step, value))
+        if len(points) > MOST_POINTS:  # a long run's memory and checkpoints stay small: thin the past
+            del points[1:-1:2]
 
     def _finish(self, trainer: L.Trainer, pl_module: L.LightningModule, how: str) -> None:
         if not trainer.is_global_zero:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 
 def logging_step(trainer: L.Trainer) -> int:
@@ -15,6 +17,14 @@ def logging_step(trainer: L.Trainer) -> int:
     `self.log` writes; nothing public holds this count.
     """
     return int(getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", trainer.global_step))
+
+
+def epoch_values(trainer: L.Trainer) -> dict[str, Any]:
+    """Collective: what will be logged at the end of this epoch; asked in `on_train_epoch_end`.
+
+    It is in `trainer.logged_metrics` only after the hook, and after the epoch's checkpoint.
+    """
+    return dict(trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["log"])
 
 
 def validation_follows(trainer: L.Trainer) -> bool:
@@ -27,25 +37,100 @@ def validation_follows(trainer: L.Trainer) -> bool:
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))  # type: ignore[arg-type]
 
 
-def dump_checkpoint(trainer: L.Trainer, weights_only: bool | None) -> dict[str, Any]:
-    """The content of a checkpoint, made by this rank alone.
+def step_completed(trainer: L.Trainer) -> bool:
+    """Whether the batch just trained on ended in an optimizer step; asked in `on_train_batch_end`.
 
-    `trainer.save_checkpoint` waits for all ranks, and after an exception some may never come.
+    Computing it from `accumulate_grad_batches` repeats the rules on the last batch of an epoch.
     """
-    return trainer._checkpoint_connector.dump_checkpoint(bool(weights_only))
+    return not trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def checkpoint_between_steps(trainer: L.Trainer, logged: int, weights_only: bool | None) -> dict[str, Any] | None:
+    """The checkpoint that `on_train_batch_end` would have written after the last step, made by this rank alone.
+
+    None in the middle of a step, of a validation, of gradient accumulation or of the logging, and where the state is
+    not replicated. `trainer.save_checkpoint` waits for all ranks, and after an exception some may never come. What
+    tells that no batch was begun, nor fetched, since the last step are the loop's and the fetcher's counts.
+
+    Args:
+        trainer: The Trainer, in `on_exception`.
+        logged: The :func:`logging_step` at the last step's `on_train_batch_end`.
+        weights_only: As for `trainer.save_checkpoint`.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    batches = loop.batch_progress.current
+    if not (
+        isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+        and trainer.training
+        and fetcher is not None
+        and 0 < batches.ready == batches.completed == fetcher.fetched
+        and not loop.batch_progress.is_last_batch
+        and not loop._should_accumulate()
+        and not loop._should_check_val_fx(fetcher)
+        and logging_step(trainer) == logged + 1
+    ):
+        return None
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(bool(weights_only))
+    counts = checkpoint["loops"]["fit_loop"]
+    for count in ("total", "current"):
+        counts["epoch_loop.batch_progress"][count]["completed"] -= 1
+    counts["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    return checkpoint
+
+
+def recount_batches(trainer: L.Trainer, batches: int, whole: int) -> None:
+    """Let a fit that is being restored have trained on so many batches of the epoch; all of them, if it had before.
+
+    A DataModule is shown its own part of the checkpoint only, and the loops' counts have no setter.
+
+    Args:
+        trainer: The Trainer, while it restores a checkpoint.
+        batches: Those trained on, of the present size.
+        whole: Those of a whole epoch.
+    """
+    progress = trainer._checkpoint_connector._loaded_checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    counts = progress["current"]
+    shift = (whole if progress["is_last_batch"] else min(batches, whole - 1)) - counts["processed"]
+    for name in counts:
+        counts[name] += shift
+
+
+def cluster_environment(trainer: L.Trainer) -> Any:
+    """What started this process; a strategy of one device does not hold it."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+def group_timeout(trainer: L.Trainer) -> timedelta:
+    """How long the strategy lets a collective wait; the process group does not tell."""
+    return getattr(trainer.strategy, "_timeout", None) or timedelta(minutes=30)
 
 
 class OpenModelCheckpoint(ModelCheckpoint):
-    """ModelCheckpoint that can be told to save.
+    """ModelCheckpoint that can be told to save, and that keeps the last few where it monitors nothing.
 
     `trainer.save_checkpoint` writes a file, but keeps no account of the best and the last ones, removes none and tells
-    no logger; a second ModelCheckpoint would keep an account of its own.
+    no logger; a second ModelCheckpoint would keep an account of its own. Lightning keeps the last one, or all.
     """
+
+    keep = 1
+    kept: tuple[str, ...] = ()
 
     @property
     def every_n_train_steps(self) -> int:
         """The constructor's argument, which it keeps to itself."""
         return int(self._every_n_train_steps or 0)
+
+    def epoch_is_due(self, trainer: L.Trainer) -> bool:
+        """Whether the constructor's arguments ask for a checkpoint at the end of this epoch, or did in the midst of it.
+
+        A due step without the monitored value waits for the validation that brings it (since Lightning 2.6).
+        """
+        due = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+        return due or getattr(self, "_defer_save_until_validation", False)
+
+    def waits_for_validation(self, trainer: L.Trainer) -> bool:
+        """Whether the end of an epoch is saved only if there was a validation."""
+        return not self._should_save_on_train_epoch_end(trainer)
 
     def may_save(self, trainer: L.Trainer) -> bool:
         """Whether a fit is under way whose last step has not been saved yet."""
@@ -53,19 +138,39 @@ class OpenModelCheckpoint(ModelCheckpoint):
 
     def save_now(self, trainer: L.Trainer) -> None:
         """Save as at a due step: the best ones, and the last."""
+        self._defer_save_until_validation = False
         values = self._monitor_candidates(trainer)
         self._save_topk_checkpoint(trainer, values)
         self._save_last_checkpoint(trainer, values)
 
-    def save_unranked(self, trainer: L.Trainer) -> None:
-        """Save whatever the monitored value, and the last."""
-        values = self._monitor_candidates(trainer)
-        self._save_checkpoint(trainer, self.format_checkpoint_name(values))
-        self._save_last_checkpoint(trainer, values)
+    def save_only_last(self, trainer: L.Trainer) -> None:
+        """Save the last one, where that is kept, and leave the others alone."""
+        self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def last_path(self, trainer: L.Trainer) -> str:
         """Where the last checkpoint goes."""
-        return self.format_checkpoint_name(self._monitor_candidates(trainer), "last")
+        return self.last_model_path or self.format_checkpoint_name(self._monitor_candidates(trainer), "last")
+
+    def _save_none_monitor_checkpoint(self, trainer: L.Trainer, monitor_candidates: dict[str, Any]) -> None:
+        if self.save_top_k != 1 or self.keep == 1:
+            super()._save_none_monitor_checkpoint(trainer, monitor_candidates)
+            return
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, self.best_model_path)
+        earlier = [kept for kept in self.kept if kept != path]
+        # Before it is saved: both are part of the state.
+        self.kept, self.best_model_path = (*earlier[-self.keep + 1 :], path), path
+        self._save_checkpoint(trainer, path)
+        for old in earlier[: -self.keep + 1]:
+            if self._should_remove_checkpoint(trainer, old, path):
+                self._remove_checkpoint(trainer, old)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "kept": list(self.kept)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self.dirpath == state_dict.get("dirpath"):
+            self.kept = tuple(state_dict.get("kept", ()))
 
 
 TWINS = ("lightning.", "pytorch_lightning.")

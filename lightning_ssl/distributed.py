@@ -9,7 +9,11 @@ mean times :func:`rank_weight`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +29,32 @@ def rank(group: Any = None) -> int:
     return dist.get_rank(group) if world_size(group) > 1 else 0
 
 
+class Collective(NamedTuple):
+    """One of ours: its name and its number in this process."""
+
+    name: str
+    number: int
+
+
+_last = Collective("none", 0)
+
+
+def last_collective() -> Collective:
+    """The last collective of this module that was begun; DDP's own are not among them."""
+    return _last
+
+
+def _begin(name: str) -> None:
+    global _last
+    _last = Collective(name, _last.number + 1)
+
+
 def all_reduce_sum(x: Tensor, group: Any = None) -> Tensor:
     """The sum over ranks, outside the graph; `x` is left as it was."""
     if world_size(group) == 1:
         return x
     total = x.detach().clone(memory_format=torch.contiguous_format)
+    _begin("all_reduce_sum")
     dist.all_reduce(total, group=group)
     return total
 
@@ -38,6 +63,7 @@ def broadcast(x: Tensor) -> Tensor:
     """Rank 0's tensor."""
     if world_size() > 1:
         x = x.contiguous()
+        _begin("broadcast")
         dist.broadcast(x, src=0)
     return x
 
@@ -48,6 +74,7 @@ def row_counts(rows: int, device: torch.device) -> list[int]:
         return [rows]
     counts = torch.zeros(world_size(), dtype=torch.long, device=device)
     counts[rank()] = rows
+    _begin("row_counts")
     dist.all_reduce(counts)
     return counts.tolist()
 
@@ -82,6 +109,7 @@ class _GatherRows(torch.autograd.Function):
         padded = x.new_zeros(max(counts), *x.shape[1:])  # all_gather needs equal shapes
         padded[: len(x)] = x
         parts = [torch.empty_like(padded) for _ in counts]
+        _begin("gather_rows")
         dist.all_gather(parts, padded)
         return torch.cat([part[:n] for part, n in zip(parts, counts, strict=True)])
 
@@ -148,6 +176,7 @@ def all_gather(x: Tensor, group: Any = None) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(world_size(group))]
     if len(parts) == 1:
         return x[None]
+    _begin("all_gather")
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.stack(parts)
 
@@ -156,6 +185,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Every rank's value, pickled whole; :func:`exchange` is for tensors."""
     values: list[Any] = [value] * world_size(group)
     if len(values) > 1:
+        _begin("gather_objects")
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -165,6 +195,7 @@ def agree(ok: bool, number: int = 0, device: torch.device | None = None) -> tupl
     if world_size() == 1:
         return ok, number
     votes = torch.tensor([0 if ok else 1, number], device=device)
+    _begin("agree")
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     failed, largest = votes.tolist()
     return not failed, largest
@@ -183,6 +214,104 @@ def deal(pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0]
     turns = [torch.arange(len(piece), device=piece.device) * len(pieces) + r for r, piece in enumerate(pieces)]
     return torch.cat(list(pieces))[torch.cat(turns).argsort()]
+
+
+class Vote:
+    """What any rank asks for, known to all of them one call later, and waited for by none.
+
+    A call hands in this rank's numbers and returns the largest in size of all ranks' numbers of the call before: by
+    then they have arrived. So all ranks see the same at the same call. In one process a call returns its own numbers.
+
+    Example:
+        >>> Vote().cast(15, 0)
+        [15, 0]
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self._work: Any = None
+        self._numbers: Tensor | None = None
+
+    def open(self, timeout: timedelta) -> None:
+        """Collective: begin, with a process group of its own that does not touch the device."""
+        self._work = self._numbers = None
+        if world_size() > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def cast(self, *numbers: int) -> list[int]:
+        """Collective."""
+        if world_size() == 1:
+            return list(numbers)
+        found = self._result(len(numbers))
+        # Both signs, as the largest and as the smallest of all.
+        self._numbers = torch.tensor([*numbers, *(-n for n in numbers)])
+        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return found
+
+    def _result(self, count: int) -> list[int]:
+        if self._work is None or self._numbers is None:
+            return [0] * count
+        _begin("vote")
+        self._work.wait()
+        values = self._numbers.tolist()
+        return [high if high > 0 else -low for high, low in zip(values[:count], values[count:], strict=True)]
+
+    def close(self) -> None:
+        """Collective: the end, of ranks that are all alive."""
+        if self._group is not None and world_size() > 1:
+            if self._work is not None:
+                self._work.wait()
+            dist.destroy_process_group(self._group)
+        self._group = self._work = None
+
+
+class Board:
+    """Notes for the other ranks in the store at which they met: it answers where a collective would wait.
+
+    Args:
+        name: Of this run, the same on all ranks and not used before.
+    """
+
+    def __init__(self, name: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+    def collect(self, note: str, timeout: timedelta) -> dict[int, str]:
+        """Every rank's note, by rank; of those that handed in theirs within the time."""
+        found, end = {rank(): note}, time.monotonic() + timeout.total_seconds()
+
+        def gather() -> None:
+            self._store.set(f"note/{rank()}", note)
+            while len(found) < world_size() and time.monotonic() < end:
+                for other in set(range(world_size())) - set(found):
+                    if self._store.check([f"note/{other}"]):
+                        found[other] = self._store.get(f"note/{other}").decode()
+                time.sleep(0.02)
+
+        _within(timeout.total_seconds(), gather)
+        return dict(sorted(found.items()))
+
+    def post(self, words: str, seconds: float = 2.0) -> None:
+        """Leave the last words of this rank, unless another was first or the store is out of reach."""
+        _within(seconds, lambda: self._store.compare_set("ended", "", words))
+
+    def read(self, seconds: float = 2.0) -> str | None:
+        """The last words of the rank that ended first: empty while there are none, None from a store out of reach."""
+        return _within(seconds, lambda: self._store.get("ended").decode() if self._store.check(["ended"]) else "")
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What a call to the store returns, or None: behind a link that is cut it would wait for ever."""
+    found: list[Any] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            found.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 class _Slot(NamedTuple):

@@ -21,6 +21,7 @@ NOT_LIGHTNINGS = {
     "_foreach_lerp_",
     "_reductions",
     "_fields",
+    "_get_default_store",
     "_make",
     "_replace",
     "_BatchNorm",

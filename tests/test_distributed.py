@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
-from lightning_ssl.distributed import RankError, deal, exchange
+from lightning_ssl.distributed import Board, RankError, Vote, deal, exchange
 from tests.ddp import run_ranks
 
 
@@ -48,3 +50,45 @@ def test_rows_are_dealt_as_a_sampler_deals_them():
     rows = torch.arange(11)
     assert torch.equal(deal([rows[r::3] for r in range(3)]), rows)
     assert torch.equal(deal([rows[:0], rows]), rows)
+
+
+def vote(rank, world_size):
+    """At the third call rank 1 asks for 15, at the fifth the last rank for -1."""
+    asked, found = Vote(), []
+    asked.open(timedelta(seconds=30))
+    for call in range(8):
+        mine = 15 if (call, rank) == (2, 1) else -1 if (call, rank) == (4, world_size - 1) else 0
+        found.append(asked.cast(mine, rank * call))
+    asked.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_one_rank_asks_for_all_know_one_call_later(world_size):
+    most = world_size - 1
+    asked = {3: 15, 5: -1}
+    expected = [[asked.get(call, 0), most * max(0, call - 1)] for call in range(8)]
+    assert run_ranks(world_size, vote) == [expected] * world_size
+
+
+def note(rank, world_size, silent, name):
+    board = Board(name)
+    if rank in silent:
+        return None
+    found = board.collect(f"from {rank}", timedelta(seconds=1.0 if silent else 30.0))
+    words = board.read()
+    if not silent:
+        torch.distributed.barrier()
+        board.post(f"rank {rank} ended")
+        torch.distributed.barrier()
+        words = words, board.read()
+    return found, words
+
+
+def test_notes_of_ranks_that_answer_in_time():
+    everyone = run_ranks(3, note, (), "all")
+    assert all(found == {rank: f"from {rank}" for rank in range(3)} for found, _ in everyone)
+    before, after = zip(*(words for _, words in everyone), strict=True)
+    assert set(before) == {""} and len(set(after)) == 1 and "ended" in after[0]  # the first one's last words
+    found = run_ranks(3, note, (1,), "some")
+    assert found[1] is None and found[0] == found[2] == ({0: "from 0", 2: "from 2"}, "")

@@ -43,13 +43,14 @@ class ShardSampler(DistributedSampler[Any]):
         self.reshuffle = shuffle is True
         size = len(dataset)
         self.num_samples = size // world_size if even else len(range(rank, size, world_size))
-        self.start = 0  # samples to leave out, consumed before a resume
+        self.start = 0  # samples of all ranks to leave out: those before a resume
 
     def __iter__(self) -> Iterator[int]:
         size = len(self.dataset)  # type: ignore[arg-type]
         order = permutation(size, self.seed, self.epoch) if self.shuffle else torch.arange(size)
-        mine = order[self.rank :: self.num_replicas][: self.num_samples]
-        return iter(mine[self.start :].tolist())
+        mine = order[self.start :][self.rank :: self.num_replicas]
+        left = (size - self.start) // self.num_replicas if self.drop_last else len(mine)
+        return iter(mine[:left].tolist())
 
     def __len__(self) -> int:
         return self.num_samples
@@ -88,26 +89,33 @@ _END = object()
 class ShardLoader(DataLoader[Any]):
     """A DataLoader over an `EpochDataset` and a `ShardSampler` whose position can be saved and restored.
 
-    Iteration is lazy, so that the epoch set between `iter` and the first batch counts: Lightning creates the first
-    iterator before it sets the epoch.
+    The position is a number of samples, of all ranks together: a run goes on behind it at any number of ranks and with
+    any batch size. Iteration is lazy, so that the epoch set between `iter` and the first batch counts: Lightning
+    creates the first iterator before it sets the epoch.
     """
 
     def __init__(self, dataset: EpochDataset, **kwargs: Any) -> None:
         super().__init__(dataset, collate_fn=kwargs.pop("collate_fn", _whole_batch), **kwargs)
-        self._position = {"epoch": 0, "batch": 0}
+        self._position = {"epoch": 0, "samples": 0}
         self._resume: dict[str, int] | None = None
         self.untrained: Callable[[], int] = int  # batches handed out but not trained on; who knows sets it
 
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in a step."""
+        ranks = self.sampler.num_replicas if isinstance(self.sampler, ShardSampler) else 1
+        return (self.batch_size or 1) * ranks
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch, skip = getattr(self.sampler, "epoch", 0), 0
+        epoch, start = getattr(self.sampler, "epoch", 0), 0
         if self._resume is not None and self._resume["epoch"] == epoch:
-            skip = self._resume["batch"]
+            start = self._resume["samples"]
         self._resume = None
         if isinstance(self.sampler, ShardSampler):
-            self.sampler.start = skip * (self.batch_size or 1)
+            self.sampler.start = start
         assert isinstance(self.dataset, EpochDataset)
         self.dataset.epoch = epoch
-        self._position = {"epoch": epoch, "batch": skip}
+        self._position = {"epoch": epoch, "samples": start}
         batches = super().__iter__()
         while True:
             try:
@@ -122,16 +130,41 @@ class ShardLoader(DataLoader[Any]):
                 ) from error
             if batch is _END:
                 return
-            self._position["batch"] += 1
+            self._position["samples"] += self.global_batch
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its batches have been handed out, without one that was not trained on."""
-        return {**self._position, "batch": max(0, self._position["batch"] - self.untrained())}
+        """The epoch, how many of its samples have been trained on by all ranks, and in steps of how many."""
+        samples = self._position["samples"] - self.untrained() * self.global_batch
+        return {**self._position, "samples": max(0, samples), "global_batch": self.global_batch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue behind those batches, if the next iteration is of the same epoch."""
-        self._resume = {"epoch": int(state["epoch"]), "batch": int(state["batch"])}
+        """Continue behind those samples, if the next iteration is of the same epoch."""
+        samples = state["samples"] if "samples" in state else state["batch"] * self.global_batch  # before 0.1.0
+        self._resume = {"epoch": int(state["epoch"]), "samples": int(samples)}
+
+    def count(self, samples: int, limit: int | float | None = None) -> tuple[int, int]:
+        """How many steps lie behind a position in the epoch, and how many an epoch has.
+
+        Where the position is not a whole number of steps, the steps are counted such that the last one that can be
+        filled is the epoch's last.
+
+        Args:
+            samples: The position.
+            limit: The Trainer's `limit_train_batches`.
+
+        Example:
+            >>> data = EpochDataset()
+            >>> data.__class__ = type("Ten", (EpochDataset,), {"__len__": lambda self: 10})
+            >>> loader = ShardLoader(data, sampler=ShardSampler(data, 0, 1, even=True), batch_size=3, drop_last=True)
+            >>> loader.count(6), loader.count(5), loader.count(2)
+            ((2, 3), (2, 3), (1, 3))
+        """
+        whole = len(self)
+        if limit is not None:
+            whole = min(whole, limit) if isinstance(limit, int) else int(whole * limit)
+        left = (len(self.dataset) - samples) // self.global_batch  # type: ignore[arg-type]
+        return max(samples // self.global_batch, whole - left), whole
 
 
 def _whole_batch(batch: Any) -> Any:

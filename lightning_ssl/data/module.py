@@ -6,7 +6,10 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_ssl._lightning import recount_batches
 from lightning_ssl.data.loader import ShardLoader
 
 
@@ -17,6 +20,9 @@ class ShardedDataModule(L.LightningDataModule):
     length (`trainer.estimated_stepping_batches`) while it makes its optimizers: the loaders are then set up before
     their places are read. The DataModule's own state is read before that, so that it holds for any module.
 
+    The place is a number of samples: a run may go on at another number of ranks, exactly if the samples of a step, of
+    all ranks together, stay as many. If they do not, it goes on at the same sample and warns.
+
     A subclass passes the loader it trains from through :meth:`resumed`.
     """
 
@@ -25,7 +31,7 @@ class ShardedDataModule(L.LightningDataModule):
         self._resume: dict[str, int] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many of its batches have been trained on; empty outside of a fit."""
+        """The epoch, and how many of its samples have been trained on; empty outside of a fit."""
         # The loader that the Trainer iterates: others may have been made on the side.
         loader = None if self.trainer is None else self.trainer.train_dataloader
         return {"train": loader.state_dict()} if isinstance(loader, ShardLoader) else {}
@@ -33,6 +39,24 @@ class ShardedDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the loaders that are made from now on start there, until training has begun."""
         self._resume = state_dict.get("train")
+        if self._resume is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self._recount(self._resume)
+
+    def _recount(self, place: dict[str, int]) -> None:
+        """Let the Trainer count on in steps of the present size, where the checkpoint's have another."""
+        loader: Any = self.train_dataloader()
+        before, now = place.get("global_batch"), loader.global_batch
+        if before in (None, now):
+            return
+        assert self.trainer is not None
+        batches, whole = loader.count(place["samples"], self.trainer.limit_train_batches)  # type: ignore[attr-defined]
+        recount_batches(self.trainer, batches, whole)
+        rank_zero_warn(
+            f"the run goes on with {now} samples a step, on {loader.sampler.num_replicas} process(es), where it had "
+            f"{before}: behind sample {place['samples']} of epoch {place['epoch']}, of which {whole} steps make one "
+            "now. Nothing is scaled: learning rate and momentum stay as configured, and schedules count steps. For the "
+            f"same run set `batch_size` to {before} divided by the number of processes"
+        )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer is not None and self.trainer.training:

@@ -17,6 +17,8 @@ import torch
 from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported for their names: jsonargparse knows the subclasses that are loaded.
@@ -28,6 +30,7 @@ from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
+from lightning_ssl.runs.peers import Disagreement, Peers
 from lightning_ssl.runs.tuning import split_flags, tune
 
 __all__ = ["ResumableCSVLogger", "RunCLI", "RunParser", "SaveRunConfig", "explain"]
@@ -53,6 +56,7 @@ class RunCLI(LightningCLI):
     def __init__(self, **kwargs: Any) -> None:
         self.parsers: list[RunParser] = []
         self.reading: str | None = None  # the checkpoint whose hyperparameters are being read
+        self.peers = Peers()
         try:
             super().__init__(
                 L.LightningModule,
@@ -73,8 +77,13 @@ class RunCLI(LightningCLI):
             raise error
         except CheckpointError as found:
             self.parser.exit(1 if self.reading is None else 2, f"lightning-ssl: error: {found}\n")
-        except (MisconfigurationException, FileNotFoundError):
+        except (MisconfigurationException, FileNotFoundError, Disagreement):
             self.parser.exit(2, f"lightning-ssl: error: {error}\n")
+        except Exception:
+            if not self.peers.ended_by_others:
+                raise
+            sys.stderr.flush()
+            os._exit(1)  # it has said why; what would still wait for the others need not
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--root", type=str, default="runs", help="Folder that holds the runs.")
@@ -109,10 +118,15 @@ class RunCLI(LightningCLI):
             trainer = self.config[self.config.subcommand].trainer
             empty = partial(RunParser, parser_mode=parser.parser_mode)
             trainer.callbacks = tune(trainer.callbacks, named, empty, known, self._refuse)
-        path = self.config[self.config.subcommand].get("ckpt_path")
+        config = self.config[self.config.subcommand]
+        path = config.get("ckpt_path")
         if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
             self.reading = path
-            os.stat(path)
+            if self.config.subcommand == "fit" and one_of_many() and not Path(path).exists():
+                # Not the end of this rank alone, for which the others would wait: all end when they compare.
+                self.peers.missing, self.reading, config.ckpt_path = path, None, None
+            else:
+                os.stat(path)
 
     def _refuse(self, message: str) -> NoReturn:
         self.parser.exit(2, f"lightning-ssl: error: {message}\n")
@@ -127,6 +141,15 @@ class RunCLI(LightningCLI):
         if self.subcommand == "predict" and not Path(config.output).absolute().parent.is_dir():
             self.parser.error(f"--output {config.output!r}: its folder does not exist; make it first")
         config.name = config.name or self._run_name(config)
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+            rank_zero_warn(
+                "workers that torchrun starts again may find each other's earlier addresses in the store it shares "
+                "with them, and fail: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            )
+        last = Path(config.root, config.name, "checkpoints", "last.ckpt")
+        if self.subcommand == "fit" and last.is_file() and started_again(last):
+            config.ckpt_path = "last"  # of this very run, whatever its first start began from
         if config.trainer.default_root_dir is None:
             config.trainer.default_root_dir = str(Path(config.root) / config.name)
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
@@ -143,10 +166,14 @@ class RunCLI(LightningCLI):
                 logger.init_args[name] = value
 
     def _run_name(self, config: Any) -> str:
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+            self.parser.error("--name must be given where torchrun restarts workers: they resume the run of that name")
+        method = config.model.class_path.rpartition(".")[-1].lower()
+        if SLURMEnvironment.detect():  # the same for all tasks of a job, and for the job when it is queued again
+            return f"{method}-job{os.environ['SLURM_JOB_ID']}"
         # In the environment, so that the processes which a DDP run starts agree with the one that starts them.
         started = "LOCAL_RANK" in os.environ
         if not (started and "LIGHTNING_SSL_RUN" in os.environ):
-            method = config.model.class_path.rpartition(".")[-1].lower()
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}-{os.getpid()}"
             if config.ckpt_path == "last":
                 written = sorted(Path(config.root).glob("*/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
@@ -174,7 +201,7 @@ class RunCLI(LightningCLI):
             given = given if isinstance(given, list) else [given]  # one class alone: --trainer.callbacks=RunCheckpoint
             config.callbacks = [c for c in given if getattr(c, "predictor", None) != "predictor"]
         trainer = super().instantiate_trainer(**kwargs)
-        trainer.callbacks.insert(0, GuardLoggers())  # type: ignore[attr-defined]
+        trainer.callbacks[:0] = [GuardLoggers(), self.peers]  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckpointFiles()
         return trainer
@@ -182,6 +209,26 @@ class RunCLI(LightningCLI):
     def after_predict(self) -> None:
         """Write features, labels and indices of all ranks, in the order of the indices, each once."""
         write_embeddings(self.trainer.predict_loop.predictions, self.config[self.subcommand].output)
+
+
+def one_of_many() -> bool:
+    """Whether this process was started as one rank of several."""
+    return any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "SLURM_NTASKS"))
+
+
+def started_again(last: Path) -> bool:
+    """Whether SLURM has queued this job again, or torchrun has started its workers again.
+
+    torchrun does not tell the workers of a host that start again because another host's do. But then there is a
+    checkpoint that is younger than the agent, which started this process.
+    """
+    if any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
+        return True
+    if not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) or not sys.platform.startswith("linux"):
+        return False
+    ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return last.stat().st_mtime > float(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:

@@ -5,7 +5,7 @@ from tests.mutants import Mutant
 MUTANTS = [
     Mutant(
         "lightning_ssl/data/loader.py",
-        "order[self.rank :: self.num_replicas][: self.num_samples]",
+        "order[self.start :][self.rank :: self.num_replicas]",
         "order[self.rank * self.num_samples :][: self.num_samples]",
         "tests/data/test_image.py -k 'number_of_ranks or no_samples or epochs_differ'",
     ),
@@ -35,21 +35,33 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/data/loader.py",
-        "self.sampler.start = skip * (self.batch_size or 1)",
-        "self.sampler.start = skip",
+        "self.sampler.start = start",
+        "self.sampler.start = 0",
         "tests/data/test_image.py -k 'resumed_run and 8-0'",
     ),
     Mutant(
         "lightning_ssl/data/loader.py",
-        'self._position = {"epoch": epoch, "batch": skip}',
-        'self._position = {"epoch": epoch, "batch": 0}',
+        'self._position = {"epoch": epoch, "samples": start}',
+        'self._position = {"epoch": epoch, "samples": 0}',
         "tests/data/test_image.py -k 'stopped_twice'",
     ),
     Mutant(
         "lightning_ssl/data/loader.py",
-        'max(0, self._position["batch"] - self.untrained())',
-        'self._position["batch"]',
+        'self._position["samples"] - self.untrained() * self.global_batch',
+        'self._position["samples"]',
         "tests/data/test_image.py -k 'failed_is'",
+    ),
+    Mutant(
+        "lightning_ssl/data/loader.py",
+        "return max(samples // self.global_batch, whole - left), whole",
+        "return samples // self.global_batch, whole",
+        "tests/reliability/test_rank_changes.py",
+    ),
+    Mutant(
+        "lightning_ssl/data/module.py",
+        "recount_batches(self.trainer, batches, whole)",
+        "pass",
+        "tests/reliability/test_rank_changes.py",
     ),
     Mutant(
         "lightning_ssl/data/module.py",

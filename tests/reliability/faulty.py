@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 
+import lightning.pytorch as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
@@ -65,3 +67,23 @@ class RaisesOnRankOne(BYOL):
         if self.global_step == 5 and self.global_rank == 1:
             raise RuntimeError("rank 1 is broken")
         return super().training_step(batch, batch_idx)
+
+
+class Slowly(L.Callback):
+    """Leaves time to break something: a moment in each step, and one rank that hangs at a step, if asked to."""
+
+    def __init__(self, seconds: float = 0.1, hang: int = -1) -> None:
+        self.seconds, self.hang = seconds, hang
+
+    def on_train_batch_start(self, trainer, *_):
+        time.sleep(self.seconds)
+        if trainer.global_step == self.hang and trainer.global_rank == 1:
+            time.sleep(3600)
+
+
+class Seen(L.Callback):
+    """Writes down which samples each step saw, one file a rank."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        with open(f"seen-{trainer.world_size}-{trainer.global_rank}.txt", "a") as file:
+            file.write(f"{trainer.current_epoch} {trainer.global_step} {' '.join(map(str, batch.index.tolist()))}\n")

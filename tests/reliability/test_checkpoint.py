@@ -1,6 +1,7 @@
 """Checkpoint files: whole or not there, held back until they count, read without running what is in them."""
 
 import os
+from datetime import timedelta
 
 import lightning.pytorch as L
 import pytest
@@ -98,21 +99,84 @@ def test_a_checkpoint_counts_when_its_step_is_logged_and_not_before(tmp_path):
     assert {int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt")} == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_an_exception_leaves_a_checkpoint_where_that_was_asked_for(tmp_path, asked):
+@pytest.mark.parametrize(
+    ("asked", "callback", "left"), [(False, None, None), (True, None, 2), (True, "on_train_batch_end", None)]
+)
+def test_an_exception_leaves_a_checkpoint_where_that_was_asked_for(tmp_path, asked, callback, left):
+    """Between two steps, that is, as when a batch cannot be loaded; in the middle of one there is nothing to save."""
+
     class Fail(L.Callback):
         def on_train_batch_end(self, trainer, *_):
-            if trainer.global_step == 2:
+            if trainer.global_step == 2 and callback is not None:
                 raise RuntimeError("on purpose")
+
+    class Fewer(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            if i == 2:
+                raise RuntimeError("on purpose")
+            return batches.dataset[i]
 
     saver = RunCheckpoint(tmp_path, filename="{step}", save_last=True, save_on_exception=asked)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=1, callbacks=[Fail(), saver], plugins=[CheckpointFiles()], **quiet
     )
+    batches = loader(4)
+    broken = torch.utils.data.DataLoader(Fewer(), batch_size=None)
     with pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit(small(BYOL), loader(4))
-    assert (tmp_path / "last.ckpt").exists() == asked
+        trainer.fit(small(BYOL), broken if callback is None else batches)
+    assert [torch.load(path)["global_step"] for path in tmp_path.glob("*.ckpt")] == ([] if left is None else [left])
+
+
+@pytest.mark.parametrize(("validates", "options"), [(1, {}), (3, {}), (3, {"monitor": "val/loss"}), (1, {"keep": 1})])
+def test_there_is_a_checkpoint_an_epoch_whatever_the_validation(tmp_path, validates, options):
+    """The last two, or `keep`, of those of each epoch are kept besides last.ckpt; with a monitor, the best one is."""
+    seen = {}
+
+    class Look(L.Callback):
+        def on_before_backward(self, trainer, *_):
+            if trainer.fit_loop.epoch_loop.batch_idx:
+                return
+            seen[trainer.current_epoch] = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+            if seen[trainer.current_epoch]:
+                assert torch.load(tmp_path / "last.ckpt")["global_step"] == 2 * trainer.current_epoch
+
+    saver = RunCheckpoint(tmp_path, filename="{step}", save_last=True, **options)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=4,
+        check_val_every_n_epoch=validates,
+        num_sanity_val_steps=0,
+        callbacks=[Look(), saver],
+        plugins=[CheckpointFiles()],
+        **quiet,
+    )
+    trainer.fit(small(BYOL), loader(2), loader(1))
+    assert torch.load(tmp_path / "last.ckpt")["global_step"] == 8
+    kept = {path.name for path in tmp_path.glob("*.ckpt")} - {"last.ckpt"}
+    if "monitor" in options:
+        assert seen[3][:1] == ["last.ckpt"] and kept == {"step=6.ckpt"}
+    else:
+        assert kept == ({"step=8.ckpt"} if options else {"step=6.ckpt", "step=8.ckpt"})
+    assert seen[0] == [] and all("last.ckpt" in seen[epoch] for epoch in (1, 2))
+
+
+def test_the_clock_asks_for_checkpoints_too(tmp_path):
+    steps = []
+
+    class Look(L.Callback):
+        def on_save_checkpoint(self, trainer, *_):
+            steps.append(trainer.global_step)
+
+    always = RunCheckpoint(tmp_path, save_top_k=0, save_last=True, train_time_interval=timedelta(0))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[Look(), always], **quiet)
+    trainer.fit(small(BYOL), loader(4))
+    assert steps == [1, 2, 3, 4]
 
 
 def test_the_newest_of_the_others_is_named_first(tmp_path):
