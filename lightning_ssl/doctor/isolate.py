@@ -8,6 +8,7 @@ import io
 import logging
 import multiprocessing as mp
 import os
+import pickle
 import random
 import signal
 import sys
@@ -106,7 +107,7 @@ def _collect(pipes: list[Connection], processes: list[Any], outcomes: list[Outco
             return
         for rank in [rank for rank, pipe in open_.items() if pipe in ready]:
             try:
-                kind, content = torch.load(io.BytesIO(open_[rank].recv_bytes()), weights_only=False)
+                kind, content = open_[rank].recv()
             except EOFError:
                 processes[rank].join(5)
                 outcomes[rank].problem = _death(processes[rank].exitcode)
@@ -173,7 +174,7 @@ def _child(pipe: Any, rank: int, limit: float, folder: str, work: Callable[..., 
 
     def send(kind: str, content: Any) -> None:
         buffer = io.BytesIO()
-        torch.save((kind, content), buffer)
+        pickle.Pickler(buffer).dump((kind, content))  # `send` would share the tensors, and this process ends
         pipe.send_bytes(buffer.getvalue())
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections import deque
 from typing import Any
@@ -43,7 +44,7 @@ def _train(patient: Patient, path: str, resume: bool) -> dict[str, Any]:
     """Two epochs of one step each; the checkpoint is written between them, or resumed from."""
     module: Any = patient.module
     seen: dict[str, Any] = {"saved": False, "begin": {}, "losses": []}
-    checkpoint = __import__(f"{patient.package.__name__}.callbacks", fromlist=["Checkpoint"]).Checkpoint
+    checkpoint = importlib.import_module(f"{patient.package.__name__}.callbacks").Checkpoint
 
     def on_train_epoch_end(_: Any, trainer: Any, pl_module: Any) -> None:
         if trainer.current_epoch == 0 and not resume:
