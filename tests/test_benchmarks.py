@@ -15,12 +15,13 @@ from benchmarks._bench import Row, costs, faster, peak_memory, race, table
 
 PEERS = {
     "augmentation": ["lightly", "kornia", "albumentations"],
+    "loading": ["lightly"],
     "knn": ["lightly"],
     "linear_probe": ["lightly"],
     "covariance_operator": ["backpack", "nngeometry"],
     "throughput": ["lightly"],
 }
-EXPENSIVE = {"ddp", "growth", "startup"}  # they start processes
+EXPENSIVE = {"ddp", "growth", "loading", "startup"}  # they start processes
 
 
 @pytest.mark.parametrize(
@@ -73,4 +74,4 @@ def test_peak_memory_sees_what_was_freed_again() -> None:
 
 def test_unknown_name_is_refused() -> None:
     found = subprocess.run([sys.executable, "-m", "benchmarks", "kn"], capture_output=True, text=True)
-    assert found.returncode == 2 and "no benchmark kn; there are augmentation, knn" in found.stderr
+    assert found.returncode == 2 and "no benchmark kn; there are augmentation, loading" in found.stderr

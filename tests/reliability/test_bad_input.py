@@ -352,23 +352,31 @@ CALLS = {
     "times that stand still": (
         lambda _: linear.ModeDynamics.isotropic(1).solve(torch.ones(1), torch.ones(1), [0.0]),
         ValueError,
-        "times must be an increasing sequence",
+        "`times` must be an increasing sequence",
     ),
     "a negative eigenvalue": (
         lambda _: linear.ModeDynamics.isotropic(1).solve(torch.ones(1), -torch.ones(1), [0.0, 1.0]),
         ValueError,
-        "s has the negative value -1",
+        "`s` must not be negative.*got -1",
     ),
-    "no boundary": (lambda _: linear.separatrix(eta=10.0), ValueError, "eta=10.0 >= .*every start collapses"),
-    "no isolated points": (lambda _: linear.fixed_points(0.0), ValueError, "Pass eta > 0"),
-    "no such average": (lambda _: ema.growth_rate(0.1, 2.0, 1.0), ValueError, r"eta=2.0 in \(0, 1\]"),
+    "no boundary": (
+        lambda _: linear.separatrix(eta=10.0),
+        ValueError,
+        "`eta` must be below .*got 10.0.*collapses",
+    ),
+    "no isolated points": (lambda _: linear.fixed_points(0.0), ValueError, "`eta` must be positive, got 0"),
+    "no such average": (lambda _: ema.growth_rate(0.1, 2.0, 1.0), ValueError, r"`eta`.*in \(0, 1\], got 0.1 and 2.0"),
     "no such latent": (
         lambda _: hltm.lucky_nodes(torch.ones(2), torch.ones(2), -1.0, 0.1),
         ValueError,
-        "c=-1.0 must be >= 0",
+        "`c` must not be negative.*got -1.0",
     ),
-    "a network without runs": (lambda _: hltm.HLTMNetwork(runs=0), ValueError, "runs=0 must be at least 1"),
-    "no such two-layer loss": (lambda _: TwoLayer(loss="mse"), ValueError, "loss='mse' must be 'nce' or 'simple'"),
+    "a network without runs": (lambda _: hltm.HLTMNetwork(runs=0), ValueError, "`runs` must be at least 1, got 0"),
+    "no such two-layer loss": (
+        lambda _: TwoLayer(loss="mse"),
+        ValueError,
+        "`loss` must be 'nce' or 'simple'",
+    ),
 }
 
 

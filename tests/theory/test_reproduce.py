@@ -53,8 +53,8 @@ def test_no_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["phase-portraits", "--epochs", "3"], "phase-portraits has no --epochs"),
         (["bound", "--loss", "nce"], "its options are: --epochs"),
-        (["table6", "--epochs", "0"], "epochs=0 must be at least 1"),
-        (["table6", "--loss", "mse"], "choose one of ('nce', 'batch_ratio')"),
+        (["table6", "--epochs", "0"], "`epochs` must be at least 1, got 0"),
+        (["table6", "--loss", "mse"], "`loss` must be one of ('nce', 'batch_ratio')"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
