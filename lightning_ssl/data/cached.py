@@ -68,10 +68,10 @@ class Crop:
     def __init__(self, plan: Plan, image: Tensor, size: int) -> None:
         self.plan, self.image, self.size = plan, image, size
         self.alone = plan.box is not None and size >= max(128, *image.shape[2:])
-        if not self.alone:
+        if plan.box is None or not self.alone:
             return
-        top, left, height, width, flip = box = plan.box
-        self.rows, self.boxes = plan.rows.tolist(), box.T.long().tolist()
+        top, left, height, width, flip = plan.box
+        self.rows, self.boxes = plan.rows.tolist(), plan.box.T.long().tolist()
         across = transforms.places(left, width, flip, size) - left[:, None] * STEPS
         down = transforms.places(top, height, torch.zeros_like(flip), size) - top[:, None] * STEPS
         upper = (down / STEPS).floor_()
@@ -96,7 +96,8 @@ class Crop:
         if self.plan.box is None:
             return transforms.to_planes(self.image, rows) / 255
         if not self.alone:
-            return transforms.resized_crop(self.image, rows, *self.plan.box[:, start:end], self.size)
+            top, left, height, width, flip = self.plan.box[:, start:end]
+            return transforms.resized_crop(self.image, rows, top, left, height, width, flip, self.size)
         out = torch.empty(3, end - start, self.size, self.size)
         for place in range(start, end):
             self._one(place, out[:, place - start])
