@@ -79,6 +79,7 @@ def test_fit_resume_validate_predict(folder, capsys):
     assert len(arrays["features"]) == len(arrays["label"]) == len(arrays["index"])
 
 
+@pytest.mark.slow
 def test_uninterrupted_run_is_the_resumed_one(folder):
     main(["fit", "--name=whole", "--trainer.max_epochs=2", *SHORT])
     main(["fit", "--name=parts", "--trainer.max_epochs=1", *SHORT])

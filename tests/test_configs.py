@@ -184,6 +184,7 @@ def check_command(light, args):
         assert config[part]["init_args"][key] == value, (args, key)
 
 
+@pytest.mark.slow
 def test_the_published_rows_parse_and_set_what_they_name(light):
     assert len(commands()) > 130
     for args in kinds_of_commands():

@@ -20,6 +20,8 @@ from lightning_ssl.runs import dashboard
 from lightning_ssl.runs.cli import main
 from tests.wandb_reader import read_offline_run
 
+pytestmark = pytest.mark.slow  # a whole run, read back from W&B's file
+
 SHORT = [
     *("--trainer.limit_train_batches", "3", "--trainer.limit_val_batches", "1", "--trainer.log_every_n_steps", "1"),
     *("--trainer.check_val_every_n_epoch", "1", "--trainer.accelerator", "cpu", "--trainer.devices", "1"),
