@@ -102,10 +102,16 @@ class Peers(L.Callback):
     def _watch(self, trainer: L.Trainer, over: threading.Event) -> None:
         """Look for last words of others; a main thread that does not end by itself is ended."""
         assert self._board is not None
-        pause = self.every
-        while not over.wait(pause):
+        lost_since, progress = None, None
+        while not over.wait(self.every):
             words = self._board.read()
-            pause = 15 * self.every if words is None else self.every  # out of reach: collectives will tell
+            now = time.monotonic(), (trainer.global_step, self.doing, last_collective().number)
+            if words is not None:
+                lost_since = None
+            elif lost_since is None or progress != now[1]:
+                lost_since, progress = now
+            elif now[0] - lost_since > self.grace:  # and nothing has moved here since
+                words = "the store that the ranks meet at, which rank 0 or its agent holds, does not answer"
             if words:
                 if not over.wait(self.grace):
                     print(self._line(trainer, words), file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from tests.reliability.test_equivalence import free_port
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 15  # of a collective, in seconds
-SPARE = 15  # what may pass besides: a look for other ranks' last words, their grace, Python's own end
+SPARE = 60  # seconds, on a machine that does other things, too
 SLOWLY = "{{class_path: tests.reliability.faulty.Slowly, init_args: {{seconds: 0.1, hang: {0}}}}}"
 SAVING = (
     "{class_path: lightning_ssl.runs.checkpoint.RunCheckpoint, init_args: {save_last: true, every_n_train_steps: 2}}"
@@ -219,7 +219,9 @@ def test_faults_end_the_run_and_it_goes_on(hosts, one_host, tmp_path):
     took["a rank hangs"] = hosts.seconds_until_ranks_end(workers, TIMEOUT + SPARE)
     assert re.search(LINE.format(0), hosts.output(0)), hosts.output(0)[-3000:]
     words = hosts.output(1)
-    assert re.search(LINE.format(1), words) and "rank 0 on" in words and "ended first" in words, words[-3000:]
+    assert re.search(LINE.format(1), words), words[-3000:]
+    # Rank 0 holds the store, which may be gone before rank 1 has read why.
+    assert ("rank 0 on" in words and "ended first" in words) or "the store that the ranks meet at" in words
     hosts.end()
 
     hosts.start(both, [*command(tmp_path), "--ckpt_path=last"])
