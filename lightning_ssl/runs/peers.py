@@ -102,18 +102,16 @@ class Peers(L.Callback):
     def _watch(self, trainer: L.Trainer, over: threading.Event) -> None:
         """Look for last words of others; a main thread that does not end by itself is ended."""
         assert self._board is not None
-        lost_since, progress = None, None
+        standing, since = None, 0.0  # where this rank stands, out of the store's reach, and since when
         while not over.wait(self.every):
             words = self._board.read()
-            now = time.monotonic(), (trainer.global_step, self.doing, last_collective().number)
-            if words is not None:
-                lost_since = None
-            elif lost_since is None or progress != now[1]:
-                lost_since, progress = now
-            elif now[0] - lost_since > self.grace:  # and nothing has moved here since
+            here = (trainer.global_step, self.doing, last_collective().number) if words is None else None
+            if here is None or here != standing:
+                standing, since = here, time.monotonic()
+            elif time.monotonic() - since > group_timeout(trainer).total_seconds():  # a collective would have told
                 words = "the store that the ranks meet at, which rank 0 or its agent holds, does not answer"
             if words:
-                if not over.wait(self.grace):
+                if not over.wait(0 if here else self.grace):
                     print(self._line(trainer, words), file=sys.stderr, flush=True)
                     os._exit(1)
                 return

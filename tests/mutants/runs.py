@@ -4,6 +4,24 @@ from tests.mutants import Mutant
 
 MUTANTS = [
     Mutant(
+        "lightning_ssl/runs/peers.py",
+        "elif time.monotonic() - since > group_timeout(trainer).total_seconds():",
+        "elif False:",
+        "tests/reliability/test_peers.py",
+    ),
+    Mutant(
+        "lightning_ssl/runs/peers.py",
+        "> group_timeout(trainer).total_seconds():",
+        "> 0:",
+        "tests/reliability/test_peers.py",
+    ),
+    Mutant(
+        "lightning_ssl/runs/peers.py",
+        "if here is None or here != standing:",
+        "if here is None or standing is None:",
+        "tests/reliability/test_peers.py",
+    ),
+    Mutant(
         "lightning_ssl/runs/checkpoint.py",
         "        if not self._holding:\n            self.release()",
         "        self.release()",
