@@ -145,7 +145,7 @@ def _blur_(x: Tensor, weight: list[float]) -> None:
     radius = max(r for r in range(middle + 1) if weight[middle + r] or r == 0)
     side = x.shape[2]
     y = pad(x.mul(PIXEL).round_(), (radius, radius, 0, 0), mode="reflect") if radius else x.mul(PIXEL).round_()
-    y = _taps(y, weight, radius, 1)[:, :, :side].mul_(PIXEL / (PIXEL * WEIGHT)).round_()
+    y = _taps(y, weight, radius, 1)[:, :, :side].mul_(1 / WEIGHT).round_()
     y = pad(y, (0, 0, radius, radius), mode="reflect") if radius else y
     torch.mul(_taps(y, weight, radius, side)[:, : x.shape[1]], 1 / (PIXEL * WEIGHT), out=x)
 

@@ -2,7 +2,26 @@
 
 from tests.mutants import Mutant
 
+AUGMENT = "tests/data/test_augment.py"
+FILES = "tests/data/test_sources.py"
+
 MUTANTS = [
+    # Large views on a CPU, and files
+    Mutant("lightning_ssl/data/cached.py", "height.long()[:, None] - 1)", "height.long()[:, None] + 9)", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", ".ceil() + 1))", ".ceil()))", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "if weight[middle + r] or r == 0)", "if r < 2)", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "((0, 1, 2), (0, 2, 1),", "((0, 2, 1), (0, 1, 2),", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "if place in grayscale:", "if False:", AUGMENT),
+    Mutant("lightning_ssl/data/augment.py", "hue_when * 6 + others, 24)", "hue_when * 6, 24)", AUGMENT),
+    Mutant("lightning_ssl/data/sources.py", "data[place + 9] in (1, 3)", "True", FILES),
+    Mutant("lightning_ssl/data/sources.py", "if _plain_jpeg(data):", "if False:", FILES),
+    Mutant("lightning_ssl/data/sources.py", "contextlib.suppress(RuntimeError)", "contextlib.suppress()", FILES),
+    Mutant(
+        "lightning_ssl/data/sources.py",
+        "left : left + width].contiguous(",
+        "left : left + width - 1].contiguous(",
+        FILES,
+    ),
     Mutant(
         "lightning_ssl/data/loader.py",
         "order[self.start :][self.rank :: self.num_replicas]",
