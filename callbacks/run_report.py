@@ -53,10 +53,9 @@ class RunReport(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Now, and not with the next batch: the epoch's checkpoint holds what there is by now.
-        values = {key: value for key, value in epoch_values(trainer).items() if key != "epoch"}
-        for key, value in values.items():
-            self._note(key, logging_step(trainer), float(value))
-        self._noted = {key: float(value) for key, value in values.items()}
+        self._noted = {key: float(value) for key, value in epoch_values(trainer).items() if key != "epoch"}
+        for key, value in self._noted.items():
+            self._note(key, logging_step(trainer), value)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._collect(trainer)
