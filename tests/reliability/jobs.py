@@ -5,6 +5,7 @@ The processes are forked from a server that has imported everything, so that a r
 
 from __future__ import annotations
 
+import atexit
 import csv
 import functools
 import multiprocessing
@@ -138,6 +139,8 @@ def _main(folder: str, args: list[str], kill: tuple[str, int] | None, environmen
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    finally:
+        atexit._run_exitfuncs()  # as a console script does, and `multiprocessing` does not: W&B ends its run there
 
 
 PLACES = {

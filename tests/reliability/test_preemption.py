@@ -10,6 +10,7 @@ from lightning_ssl.runs.loggers import read_rows
 from tests.reliability import jobs
 from tests.reliability.test_equivalence import free_port
 from tests.reliability.test_resume import assert_identical
+from tests.wandb_reader import read_offline_run
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +20,7 @@ WATCHING = [
     jobs.REPORT,
     "{class_path: lightning_ssl.runs.checkpoint.RunCheckpoint, init_args: {save_last: true}}",
 ]
+WANDB = "--config=overlays/wandb_offline.yaml"
 SLURM = "--trainer.plugins=[{class_path: lightning.pytorch.plugins.environments.SLURMEnvironment}]"
 
 
@@ -37,7 +39,7 @@ def job(folder, *flags, unnamed=False):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
-    assert jobs.run(folder, job(folder)) == 0, jobs.output(folder)[-3000:]
+    assert jobs.run(folder, job(folder, WANDB)) == 0, jobs.output(folder)[-3000:]
     return folder / "runs" / "run"
 
 
@@ -49,7 +51,7 @@ def test_a_slurm_job_is_saved_queued_again_and_resumes_as_the_same_run(uninterru
     script.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "ssl", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "PATH": f"{script.parent}:{os.environ['PATH']}"}
-    args, run = job(tmp_path, SLURM, unnamed=True), tmp_path / "runs" / "byol-job4711"
+    args, run = job(tmp_path, WANDB, SLURM, unnamed=True), tmp_path / "runs" / "byol-job4711"
     process = jobs.start(tmp_path, args, environment=slurm)
     wait_for((run / "checkpoints" / "last.ckpt").exists, process, tmp_path)
     os.kill(process.pid, signal.SIGUSR1)
@@ -64,6 +66,10 @@ def test_a_slurm_job_is_saved_queued_again_and_resumes_as_the_same_run(uninterru
     assert process.exitcode == 0, jobs.output(tmp_path)[-3000:]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["byol-job4711"]
     assert_identical(run, uninterrupted)
+    parts = [read_offline_run(part) for part in sorted((run / "wandb").glob("offline-run-*"))]
+    assert [part.run_id for part in parts] == ["byol-job4711"] * 2
+    steps = [row["trainer/global_step"] for part in parts for row in part.history if "train/loss" in row]
+    assert steps == list(range(14))  # the second part goes on where the first ended
 
 
 def test_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path):
