@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 
@@ -93,6 +94,24 @@ def recount_batches(trainer: L.Trainer, batches: int, whole: int) -> None:
     shift = (whole if progress["is_last_batch"] else min(batches, whole - 1)) - counts["processed"]
     for name in counts:
         counts[name] += shift
+
+
+RESUMES_BEHIND_THE_STEP = hasattr(_TrainingEpochLoop, "update_restart_stage")  # since Lightning 2.5
+
+
+def count_the_step(checkpoint: dict[str, Any]) -> None:
+    """Let a checkpoint made in the midst of an epoch count the batch whose step it holds.
+
+    It is made before Lightning counts that batch. Before 2.5 Lightning does not make up for it when it resumes, and
+    trains a step too many.
+    """
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    progress = loop.get("epoch_loop.batch_progress")
+    if RESUMES_BEHIND_THE_STEP or progress is None or progress["is_last_batch"] or not progress["current"]["processed"]:
+        return
+    for counts in (progress["total"], progress["current"]):
+        counts["completed"] = counts["processed"]
+    loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
 
 
 def cluster_environment(trainer: L.Trainer) -> Any:

@@ -21,6 +21,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning_ssl._lightning import (
     OpenModelCheckpoint,
     checkpoint_between_steps,
+    count_the_step,
     group_timeout,
     logging_step,
     step_completed,
@@ -196,6 +197,9 @@ class RunCheckpoint(OpenModelCheckpoint):
         self.train_time_interval, self.keep = train_time_interval, keep
         self._signals, self._vote = StopSignals(), Vote()
         self._saved_at = 0.0
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        count_the_step(checkpoint)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from lightning_ssl._lightning import RESUMES_BEHIND_THE_STEP
 from lightning_ssl.methods import BYOL, SimSiam
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, RunCheckpoint
 from tests.methods.helpers import loader, small
@@ -49,7 +50,10 @@ def test_a_cut_off_checkpoint_is_told_from_a_whole_one(tmp_path, cut):
 @pytest.mark.parametrize("interval", [1.0, 0.5])
 @pytest.mark.parametrize("method", [BYOL, SimSiam])  # SimSiam has a schedule
 def test_steps_that_a_validation_follows_are_saved_after_it(method, interval, tmp_path):
-    """Wherever a run is resumed, it validates as often as the uninterrupted one."""
+    """Wherever a run is resumed, it trains and validates as often as the uninterrupted one.
+
+    Before 2.5 Lightning repeats the validation that a checkpoint in the midst of an epoch was made after.
+    """
 
     class Count(L.Callback):
         steps = ()
@@ -79,7 +83,8 @@ def test_steps_that_a_validation_follows_are_saved_after_it(method, interval, tm
     assert sorted(int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt")) == list(range(1, 9))
     for start in (3, 4, 6):
         later, _ = fit(tmp_path / f"step={start}.ckpt")
-        assert later == tuple(step for step in steps if step > start), start
+        again = not RESUMES_BEHIND_THE_STEP and start % 4
+        assert later == tuple(step for step in steps if step > start or (again and step == start)), start
 
 
 def test_a_checkpoint_counts_when_its_step_is_logged_and_not_before(tmp_path):
