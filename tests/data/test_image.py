@@ -126,6 +126,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(world_size):
     def order(rank, ranks):
         sampler = ShardSampler(range(1437), rank, ranks, shuffle=True, even=True, seed=5)
         sampler.set_epoch(7)
+        assert len(sampler) == 1437 // ranks  # as many steps on every rank
         return list(sampler)
 
     whole, shards = order(0, 1), [order(rank, world_size) for rank in range(world_size)]

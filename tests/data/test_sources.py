@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
 
-from lightning_ssl.data import ImageDataModule
+from lightning_ssl.data import ImageDataModule, sources
 from lightning_ssl.data.sources import CorruptImageError, decode, load, resized_crop
 from tests.data.files import write_cifar, write_fashion_mnist, write_folder, write_stl10
 
@@ -172,6 +172,16 @@ def test_jpeg_files_give_pillows_pixels(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Image, "open", None)  # not asked for what torchvision reads
         assert decode(str(tmp_path / "plain.jpg")).shape == (3, 37, 51)
+    refused = []
+    with monkeypatch.context() as patch:  # nor torchvision for what it may convert in its own way
+        patch.setattr(sources, "decode_jpeg", lambda data, mode: refused.append(len(data)) or torch.zeros(0))
+        assert decode(str(tmp_path / "cmyk.jpg")).shape == (3, 37, 51) and not refused
+
+    def refuse(data, mode):
+        raise RuntimeError("not this one")
+
+    monkeypatch.setattr(sources, "decode_jpeg", refuse)  # what it refuses Pillow judges
+    assert decode(str(tmp_path / "plain.jpg")).shape == (3, 37, 51)
 
 
 def test_crops_are_torchvisions():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -103,8 +104,9 @@ def run(chosen: list[Mutant], jobs: int, timeout: float) -> list[Mutant]:
                 late = time.monotonic() - began > timeout
                 if not ended and not late:
                     continue
-                if not ended:
+                with contextlib.suppress(ProcessLookupError):  # the ranks that its tests started, too
                     os.killpg(process, signal.SIGKILL)
+                if not ended:
                     os.waitpid(process, 0)
                 code = os.waitstatus_to_exitcode(status) if ended else 1
                 if code not in (0, 1) and ended:
