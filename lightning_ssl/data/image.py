@@ -163,6 +163,11 @@ class ImageDataModule(ShardedDataModule):
         return self.pipeline.clean_image
 
     @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of a view."""
+        return (3, self.pipeline.size, self.pipeline.size)
+
+    @property
     def num_classes(self) -> int:
         """Number of classes of the probe splits."""
         return len(self.source.classes)

@@ -10,9 +10,11 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_ssl.distributed import all_reduce_sum, rank_weight, world_size
+from lightning_ssl.nn.backbones import check_input, num_features
 from lightning_ssl.nn.finite import first_non_finite
 from lightning_ssl.nn.optim import warmup_cosine
 
@@ -100,6 +102,15 @@ class Method(L.LightningModule):
                 self.predictor(z)
             if hasattr(self, "target"):
                 self.target(x)  # type: ignore[operator]
+
+    def setup(self, stage: str) -> None:
+        """Refuse data that the backbone cannot take, before anything else is done."""
+        shape = getattr(getattr(self.trainer, "datamodule", None), "input_shape", None)
+        if shape is not None:
+            try:
+                check_input(self.backbone, shape, num_features(self.backbone))
+            except ValueError as error:
+                raise MisconfigurationException(str(error)) from None
 
     # --- optimizer ---
 

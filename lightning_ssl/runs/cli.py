@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from importlib.resources import files
@@ -19,6 +20,8 @@ TUNING = "Callbacks are tuned and switched off by name: --knn.every_n_epochs 1 -
 
 def main(args: list[str] | None = None) -> None:
     """Run `lightning-ssl` with `args` (default: the command line)."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # networks of one's own, beside the runs; `python -m` has it, a script has not
     if args is None:  # in place: the processes that a DDP run starts are given sys.argv
         sys.argv[1:] = resolve_configs(sys.argv[1:])
         command = sys.argv[1:]

@@ -58,6 +58,11 @@ class SyntheticDataModule(ShardedDataModule):
         self.draws, self.batch_size, self.num_views = draws, batch_size, num_views
         self.probe_draws, self.seed = probe_draws, seed
 
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of a view."""
+        return (self.num_features,)
+
     def draw(self, n: int, num_views: int, generator: torch.Generator) -> EpochDraws:
         """Draw ``n`` samples with ``num_views`` views each."""
         raise NotImplementedError
