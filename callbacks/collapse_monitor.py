@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
@@ -116,7 +117,9 @@ class CollapseMonitor(Watcher):
 
     def measure(self, rows: Tensor) -> dict[str, Tensor | float]:
         found = spread(rows)
-        std, participation = float(found.std), float(found.participation)
+        std, participation = torch.stack([found.std, found.participation]).tolist()
+        if not math.isfinite(std):
+            raise ValueError(f"{self.features!r} has non-finite rows; find where they come from")
         # The participation ratio is a lower bound of the effective rank: above it, no eigenvalues are needed.
         rank = math.inf
         if participation < self.dimensional:

@@ -91,7 +91,7 @@ class CorrelationBound(Watcher):
 
     def measure(self, rows: Tensor) -> dict[str, Tensor | float]:
         l_cor = correlation_loss(rows, self.unbiased)
-        self._matrix = correlation_matrix(rows, MOST_DRAWN).float().cpu() if self.picture_every else None
+        self._matrix = correlation_matrix(rows, MOST_DRAWN) if self.picture_every else None
         values: dict[str, Tensor | float] = {"l_cor": l_cor}
         if self._classes:  # without a number of classes L_bound is left out
             values["l_bound"] = generalization_bound(l_cor, rows.shape[1], self._classes)
@@ -99,8 +99,9 @@ class CorrelationBound(Watcher):
 
     def report(self, trainer: L.Trainer, step: int, stage: str) -> None:
         if self._matrix is not None and self.draws(stage, self.picture_every):
-            matrix = self._matrix
+            matrix = self._matrix.float().cpu()
             log_figure(trainer, self.folder, self.key(stage, "correlation"), lambda: draw(matrix, step), step)
+        self._matrix = None
 
 
 def draw(matrix: Tensor, step: int) -> Figure:

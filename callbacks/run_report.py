@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+from torch import Tensor
 
-from lightning_ssl._lightning import epoch_values, logging_step
+from lightning_ssl._lightning import epoch_values, logged_values, logging_step, logs_this_step
 from lightning_ssl.callbacks._engine.report import warn_once, write_file
 from lightning_ssl.callbacks._html import page
+from lightning_ssl.callbacks.diagnostic import as_floats
 from lightning_ssl.folder import run_dir
 from lightning_ssl.quantities import Quantity, declared
 
@@ -36,16 +39,17 @@ class RunReport(L.Callback):
         self.history: dict[str, list[tuple[int, float]]] = {}
         self._seen: dict[str, Any] = {}
         self._noted: dict[str, float] = {}  # at the end of an epoch, before it was logged
+        self._unread: list[tuple[str, int, Any]] = []  # values that are on a device yet: key, step, value
         self._folder: Path | None = None
         self._quantities: tuple[Quantity, ...] = declared(())
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._folder = run_dir(trainer)  # collective
-        self._seen, self._noted = {}, {}
+        self._seen, self._noted, self._unread = {}, {}, []
         self._quantities = declared([*trainer.callbacks, pl_module])  # type: ignore[attr-defined]
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._collect(trainer)
+        self._collect(trainer, read=logs_this_step(trainer))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -53,6 +57,7 @@ class RunReport(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Now, and not with the next batch: the epoch's checkpoint holds what there is by now.
+        self._read()
         self._noted = {key: float(value) for key, value in epoch_values(trainer).items() if key != "epoch"}
         for key, value in self._noted.items():
             self._note(key, logging_step(trainer), value)
@@ -62,17 +67,32 @@ class RunReport(L.Callback):
         self._finish(trainer, pl_module, "finished")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        with suppress(Exception):  # of a device that failed there is nothing to read
+            self._read()
         if self.history:
             self._finish(trainer, pl_module, f"stopped by {type(exception).__name__}")
 
-    def _collect(self, trainer: L.Trainer) -> None:
-        """Note what was logged since the last look: new values are new objects."""
+    def _collect(self, trainer: L.Trainer, read: bool = True) -> None:
+        """Note what was logged since the last look: new values are new objects.
+
+        What is on a device is read when Lightning reads it, too, or all of it must be known.
+        """
         step = logging_step(trainer)
-        for key, value in trainer.logged_metrics.items():
+        for key, value in logged_values(trainer).items():
             if self._seen.get(key) is not value:
                 self._seen[key] = value
-                if key != "epoch" and self._noted.pop(key, None) != float(value):
-                    self._note(key, step, float(value))
+                if key != "epoch":
+                    self._unread.append((key, step, value))
+        # On a device the noted ones are not looked at before they are read, in their order.
+        if read or all(not isinstance(value, Tensor) or value.device.type == "cpu" for _, _, value in self._unread):
+            self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        values = as_floats({str(number): value for number, (*_, value) in enumerate(unread)})
+        for (key, step, _), value in zip(unread, values.values(), strict=True):
+            if self._noted.pop(key, None) != value:
+                self._note(key, step, value)
 
     def _note(self, key: str, step: int, value: float) -> None:
         points = self.history.setdefault(key, [])
@@ -121,6 +141,7 @@ class RunReport(L.Callback):
         return found
 
     def state_dict(self) -> dict[str, Any]:
+        self._read()
         return {"history": {key: [list(point) for point in points] for key, points in self.history.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

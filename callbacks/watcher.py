@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_ssl.callbacks._engine.ranks import all_ranks_evaluate, ranks_of
 from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.folder import run_dir
+from lightning_ssl.functional.checks import check_rows, trusting
 
 
 @contextmanager
@@ -242,15 +244,33 @@ class Watcher(Diagnostic):
         """Collective: the values; what goes wrong is the same on all ranks, and a warning."""
         what = "a step was not logged, training goes on" if stage == "train" else "held-out features are not logged"
         try:
-            values = self._measured(trainer, pl_module, stage)
+            values = self._on_host(trainer, pl_module, stage)
             if values is None and stage == "train":
                 self._warn_not_called(trainer, pl_module)
-            return as_floats(values or {})
+            return values or {}
         except torch.distributed.DistError:
             raise
         except Exception as error:
             self.warn(f"{what}: ", f"step {logging_step(trainer)}, {error}")
             return {}
+
+    def _on_host(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> dict[str, float] | None:
+        """Collective: the values as numbers, for which the host waits once."""
+        if pl_module.device.type == "cpu":
+            values = self._measured(trainer, pl_module, stage)
+            return None if values is None else as_floats(values)
+        with trusting():
+            values = self._measured(trainer, pl_module, stage)
+            found = None if values is None else as_floats(values)
+        if found is not None and not all(map(math.isfinite, found.values())):
+            self.check_rows(trainer, pl_module, stage)
+        return found
+
+    def check_rows(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Collective: raise if what was seen holds non-finite numbers; asked where values are."""
+        seen = self.see(trainer, pl_module, stage)
+        if seen is not None:
+            check_rows(seen.rows, self.features)
 
     def _warn_not_called(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         paths = ", ".join(repr(path) for path in self.places.values())

@@ -28,6 +28,37 @@ def epoch_values(trainer: L.Trainer) -> dict[str, Any]:
     return dict(trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["log"])
 
 
+def logged_values(trainer: L.Trainer) -> dict[str, Any]:
+    """What stands in `trainer.logged_metrics`, without what asking for those does: it reads the progress bar's values.
+
+    Besides what is logged now, what was logged at other times.
+    """
+    connector, results = trainer._logger_connector, trainer._results
+    found = dict(connector._logged_metrics)
+    if results is not None:
+        on_step = connector._first_loop_iter is not None
+        for _, metric in results.valid_items():
+            value = results._get_cache(metric, on_step)
+            if metric.meta.logger and value is not None:
+                found[results._forked_name(metric, on_step)[1]] = value
+    return found
+
+
+def remember_logged(trainer: L.Trainer, values: dict[str, Any]) -> None:
+    """Put values among `trainer.logged_metrics`; asking for those would read the progress bar's."""
+    trainer._logger_connector._logged_metrics.update(values)
+
+
+def logs_this_step(trainer: L.Trainer) -> bool:
+    """Whether Lightning reads and writes what this step logged, after `on_train_batch_end`."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def shows_bar(module: L.LightningModule) -> bool:
+    """Whether a progress bar reads what is logged for it, which it does at each step; there may be no Trainer yet."""
+    return getattr(module._trainer, "progress_bar_callback", None) is not None
+
+
 def validation_follows(trainer: L.Trainer) -> bool:
     """Whether a validation comes after this training batch; asked in `on_train_batch_end`.
 

@@ -83,7 +83,7 @@ def rank_weight(rows: int, device: torch.device) -> Tensor | float:
     """What a rank's mean over its rows is multiplied by, for the ranks' mean to be the mean over all rows."""
     if world_size() == 1:
         return 1.0
-    total = all_reduce_sum(torch.tensor(float(rows), device=device))
+    total = all_reduce_sum(torch.full((), rows, dtype=torch.float32, device=device))
     return rows * world_size() / total.clamp_min(1)
 
 
@@ -106,8 +106,10 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: list[int]) -> Tensor:
         ctx.start, ctx.rows = sum(counts[: rank()]), counts[rank()]
-        padded = x.new_zeros(max(counts), *x.shape[1:])  # all_gather needs equal shapes
-        padded[: len(x)] = x
+        padded = x.contiguous()
+        if min(counts) < max(counts):  # all_gather needs equal shapes
+            padded = x.new_zeros(max(counts), *x.shape[1:])
+            padded[: len(x)] = x
         parts = [torch.empty_like(padded) for _ in counts]
         _begin("gather_rows")
         dist.all_gather(parts, padded)
@@ -116,6 +118,35 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce_sum(grad.contiguous())[ctx.start : ctx.start + ctx.rows], None
+
+
+# Tensors that a strategy keeps in pieces (FSDP2) ----------------------------------------------------------------------
+
+
+def is_in_pieces(x: Any) -> bool:
+    """Whether each rank holds a piece of a tensor only (a DTensor)."""
+    return isinstance(x, Tensor) and hasattr(x, "full_tensor")
+
+
+def whole(x: Tensor) -> Tensor:
+    """All of a tensor on each rank, outside the graph; a collective where it is in pieces."""
+    x = x.detach()
+    if not is_in_pieces(x):
+        return x
+    _begin("whole")
+    return x.full_tensor()
+
+
+@torch.no_grad()
+def put_(target: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor, the same on all ranks, into one that may be in pieces: each rank takes its own."""
+    if is_in_pieces(target):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        mesh: Any = target.device_mesh  # type: ignore[attr-defined]
+        everywhere = DTensor.from_local(value.to(target.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        value = everywhere.redistribute(placements=target.placements)  # type: ignore[attr-defined]
+    target.copy_(value)
 
 
 # What the ranks tell each other outside of the graph ------------------------------------------------------------------

@@ -19,6 +19,7 @@ NOT_LIGHTNINGS = {
     "_exit",
     "_asdict",
     "_foreach_lerp_",
+    "_foreach_norm",
     "_reductions",
     "_fields",
     "_get_default_store",

@@ -275,7 +275,7 @@ class Observatory:
 def _samples(batch: dict[str, Any], reading: Reading, spec: Spec, name: str) -> Tensor:
     """A batch's rows by sample and view, ``[N, V, d]``, without repetitions."""
     rows: Tensor = batch[name]
-    ids = sample_rows(reading, Evidence(*batch["evidence"]).rows, spec.declared)
+    ids = sample_rows(reading, Evidence(*batch["evidence"]).rows, spec.declared, rows.device)
     samples, own = batch.get("own") or (-1, 0)
     return rows[(ids[:own] if len(ids) == samples else ids).to(rows.device)]
 

@@ -143,10 +143,13 @@ def settle(found: Sequence[Evidence], declared: Declared) -> Reading | None:
     return Reading(kind, parts)
 
 
-def sample_rows(reading: Reading, rows: Sequence[int], declared: Declared) -> Tensor:
-    """For each sample and view its row in the concatenation of the calls, ``[N, V]``."""
+def sample_rows(
+    reading: Reading, rows: Sequence[int], declared: Declared, device: torch.device | None = None
+) -> Tensor:
+    """For each sample and view its row in the concatenation of the calls, ``[N, V]``, made where it is needed."""
     starts = [sum(rows[:k]) for k in range(len(rows))]
-    numbers = [torch.arange(start, start + n) for start, n in zip(starts, rows, strict=True)]
+    where = None if reading.kind == "function" else device  # somebody's own function gets the host's numbers
+    numbers = [torch.arange(start, start + n, device=where) for start, n in zip(starts, rows, strict=True)]
     if reading.kind == "function":
         assert callable(declared.pairing)
         views = [torch.as_tensor(view).flatten().long() for view in declared.pairing([n[:, None] for n in numbers])]

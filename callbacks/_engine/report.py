@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor
 
-from lightning_ssl._lightning import is_a
+from lightning_ssl._lightning import is_a, remember_logged
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -37,7 +37,7 @@ def log_now(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
 
     Not `pl_module.log`: it would write them at the trainer's next logging step, and again at those after.
     """
-    trainer.logged_metrics.update({key: _scalar(value) for key, value in values.items()})
+    remember_logged(trainer, {key: _scalar(value) for key, value in values.items()})
     row = {**values, "epoch": trainer.current_epoch}
     for logger in trainer.loggers:
         _guarded(logger, "log_metrics", partial(logger.log_metrics, row, step=step))
@@ -47,7 +47,7 @@ def log_now(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
 def log_for_callbacks(pl_module: LightningModule, values: Mapping[str, float]) -> None:
     """Make training values known to EarlyStopping, ModelCheckpoint and the like."""
     for key, value in values.items():
-        pl_module.log(key, value, on_step=True, on_epoch=False, logger=False, batch_size=1)
+        pl_module.log(key, _scalar(value), on_step=True, on_epoch=False, logger=False, batch_size=1)
 
 
 def log_epoch(pl_module: LightningModule, values: Mapping[str, float]) -> None:
@@ -55,7 +55,7 @@ def log_epoch(pl_module: LightningModule, values: Mapping[str, float]) -> None:
     for key, value in values.items():
         # The value is global already; Lightning's advice to average it over ranks does not apply.
         warnings.filterwarnings("ignore", message=rf"It is recommended to use `self\.log\('{key}'")
-        pl_module.log(key, value, on_step=False, on_epoch=True, batch_size=1)
+        pl_module.log(key, _scalar(value), on_step=False, on_epoch=True, batch_size=1)
 
 
 def log_figure(trainer: Trainer, folder: Path | None, key: str, draw: Callable[[], Figure], step: int) -> None:
@@ -114,4 +114,5 @@ def _guarded(logger: Any, what: str, call: Callable[[], Any]) -> None:
 
 
 def _scalar(value: float) -> Tensor:
+    """A number that stays where it is: Lightning would copy a plain one to the device, one by one."""
     return torch.tensor(float(value))

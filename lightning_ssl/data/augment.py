@@ -13,7 +13,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_ssl.data import cached, transforms
-from lightning_ssl.data.rng import uniforms
+from lightning_ssl.rng import uniforms
 
 _LARGE = 64  # sides of views that are worth making a few at a time on a CPU
 _TRIES = 10  # for a crop that fits, as in torchvision; then the largest central one

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from lightning_ssl.data.rng import permutation
+from lightning_ssl.rng import permutation
 
 TEST_SIZE = 360
 _SPLIT_SEED = 1797

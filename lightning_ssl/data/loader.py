@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ssl.data.rng import permutation
+from lightning_ssl.rng import permutation
 
 
 class ShardSampler(DistributedSampler[Any]):
@@ -99,6 +99,12 @@ class ShardLoader(DataLoader[Any]):
         self._position = {"epoch": 0, "samples": 0}
         self._resume: dict[str, int] | None = None
         self.untrained: Callable[[], int] = int  # batches handed out but not trained on; who knows sets it
+
+    @property
+    def even_rows(self) -> int:
+        """Rows of each batch on each rank, where all are of one size; 0 where they may differ."""
+        even = isinstance(self.sampler, ShardSampler) and self.sampler.drop_last and self.drop_last
+        return (self.batch_size or 0) if even else 0
 
     @property
     def global_batch(self) -> int:

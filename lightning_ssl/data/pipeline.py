@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from lightning_ssl.data.augment import Augmentation, Plan
 from lightning_ssl.data.batch import ProbeBatch, RawBatch, ViewBatch
 from lightning_ssl.data.digits import Nuisance
 from lightning_ssl.data.loader import EpochDataset, as_rows
-from lightning_ssl.data.rng import CLEAN, uniforms
 from lightning_ssl.data.sources import Split
+from lightning_ssl.rng import CLEAN, uniforms
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Pipeline:
             x = transforms.to_planes(raw.image) / 255
         else:
             rows = torch.arange(len(raw.image), device=raw.image.device)
-            box = torch.tensor([0.0, 0.0, height, width, 0.0], device=rows.device)[:, None].expand(5, len(rows))
+            box = constant((0.0, 0.0, height, width, 0.0), rows.device)[:, None].expand(5, len(rows))
             x = transforms.resized_crop(raw.image, rows, box[0], box[1], box[2], box[3], box[4], self.size)
         return self._normalize(x.transpose(0, 1))
 
@@ -99,8 +100,14 @@ class Pipeline:
         return digits.render(raw.image, self.size, self.nuisance, None if raw.nuisance is None else raw.nuisance[view])
 
     def _normalize(self, x: Tensor) -> Tensor:
-        mean, std = (torch.tensor(values, device=x.device)[:, None, None] for values in (self.mean, self.std))
+        mean, std = (constant(tuple(values), x.device)[:, None, None] for values in (self.mean, self.std))
         return (x - mean) / std
+
+
+@lru_cache(maxsize=64)
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers on a device, copied there once."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 class RawImages(EpochDataset):

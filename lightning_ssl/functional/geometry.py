@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_ssl.functional.checks import check_positive, check_rows, check_same_shape
+from lightning_ssl.functional.checks import check_positive, check_rows, check_same_shape, trusted
 
 # The side of a block of similarities: small enough for a CPU's cache, large enough to be fast.
 _BLOCK = 512
@@ -138,11 +138,10 @@ def effective_rank(x: Tensor) -> Tensor:
 
 
 def effective_rank_of_values(singular_values: Tensor) -> Tensor:
-    values = singular_values[singular_values > 0]
-    if not len(values):
+    if not trusted() and not bool((singular_values > 0).any()):
         raise ValueError("`x` is all zero and has no effective rank; the features have collapsed to the origin")
-    q = values / values.sum()
-    return torch.exp(-(q * q.log()).sum())
+    q = singular_values / singular_values.sum()
+    return torch.exp(-torch.xlogy(q, q).sum())
 
 
 def principal_plane(x: Tensor, centre: bool = False) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssl.functional.checks import check_rows, check_square
+from lightning_ssl.functional.span import SMALL
 
 
 class EigenspaceAlignmentResult(NamedTuple):
@@ -110,8 +111,17 @@ def balance_residual(V: Tensor, W: Tensor, alpha_p: float = 1.0) -> Tensor:
     check_square(W, "W")
     if V.ndim != 2 or len(V) != len(W):
         raise ValueError(f"`V` must be [{len(W)}, e], the layer that feeds `W`, got shape {tuple(V.shape)}")
-    gram = V @ V.T
-    return (gram - W.T @ W / alpha_p).norm() / gram.norm().clamp_min(torch.finfo(gram.dtype).tiny)
+    if len(W) > SMALL:
+        V, W = V.float(), W.float()
+    gram = V.T @ V if V.shape[1] < len(V) else V @ V.T  # the smaller one has the same norm
+    # The difference is symmetric: of the blocks off its diagonal half are enough.
+    squared = W.new_zeros(())
+    for first in range(0, len(W), SMALL):
+        for second in range(first, len(W), SMALL):
+            rows, columns = slice(first, first + SMALL), slice(second, second + SMALL)
+            block = V[rows] @ V[columns].T - W[:, rows].T @ W[:, columns] / alpha_p
+            squared = squared + block.square().sum() * (1 if first == second else 2)
+    return squared.sqrt() / gram.norm().clamp_min(torch.finfo(gram.dtype).tiny)
 
 
 def effective_predictor(inputs: Tensor, outputs: Tensor, bias: bool = False) -> Tensor:

@@ -9,7 +9,6 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_ssl import functional
-from lightning_ssl.distributed import row_counts
 from lightning_ssl.methods.base import Method, Schedule, views
 from lightning_ssl.nn import LARS, build_backbone, gather_rows, mlp, num_features
 
@@ -68,7 +67,7 @@ class BarlowTwins(Method):
     def losses(self, batch: Any) -> dict[str, Tensor]:
         x1, x2 = views(batch)
         z1, z2 = self.project(x1), self.project(x2)
-        counts = row_counts(len(z1), z1.device)
+        counts = self.counts(z1)
         with torch.autocast(z1.device.type, enabled=False):
             loss = functional.barlow_twins_loss(gather_rows(z1, counts), gather_rows(z2, counts), self.lambd)
         return {"loss": loss}

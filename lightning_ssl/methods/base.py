@@ -13,12 +13,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_ssl.distributed import all_reduce_sum, rank_weight, world_size
+from lightning_ssl._lightning import shows_bar
+from lightning_ssl.distributed import agree, all_reduce_sum, rank_weight, row_counts, world_size
 from lightning_ssl.nn.backbones import check_input, num_features
-from lightning_ssl.nn.finite import first_non_finite
+from lightning_ssl.nn.finite import FiniteWatch, first_non_finite
 from lightning_ssl.nn.optim import warmup_cosine
 
 Schedule = Literal["constant", "cosine"]
+READ_EVERY = 50  # steps, on a device for which the host would have to wait: whether their losses were finite
 
 
 class Method(L.LightningModule):
@@ -33,6 +35,12 @@ class Method(L.LightningModule):
     predictor: nn.Module
     lr_floor = 0.0  # what scheduler "cosine" ends at, relative to the peak
     loss_is_global = False  # True where `losses` returns the loss of all ranks' rows, not the mean over its own
+    _even_rows = 0  # rows of each training step on each rank, where the loader sees to it
+    _seen: dict[str, Tensor] | None = None  # outputs of the step's networks
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._finite = FiniteWatch()
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
         """The entry "loss", which is minimised, and any further scalars to log; means over this rank's rows."""
@@ -47,25 +55,89 @@ class Method(L.LightningModule):
 
     def project(self, x: Tensor) -> Tensor:
         """Projector outputs, [N, d], in single precision at least: losses do not run in half precision."""
-        z = self.projector(self.backbone(x))
+        features = self._made("backbone", self.backbone(x))
+        z = self._made("projector", self.projector(features))
         return z.to(torch.promote_types(z.dtype, torch.float32))
+
+    def from_projection(self, z: Tensor) -> Tensor:
+        """The predictor's outputs, likewise; where its weights are in half precision, so is what enters it."""
+        weight = next((p for p in self.predictor.parameters() if p.is_floating_point()), None)
+        if weight is not None and not torch.is_autocast_enabled(z.device.type):
+            z = z.to(weight.dtype)
+        p = self._made("predictor", self.apply_predictor(z))
+        return p.to(torch.promote_types(p.dtype, torch.float32))
+
+    def apply_predictor(self, z: Tensor) -> Tensor:
+        return self.predictor(z)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows = len(views(batch)[0])
+        self._seen = {}
         values = self._weighted_losses(batch)
         # One small collective: the mean over ranks, for the log and for all ranks to stop together.
         means = all_reduce_sum(torch.stack([v.detach().float() for v in values.values()])) / world_size()
-        if not means.isfinite().all():
-            inputs = [*((f"views[{i}]", x) for i, x in enumerate(batch.views)), ("image", batch.image)]
-            culprit = first_non_finite(self, inputs, lambda: self._run_networks(batch))
-            raise FloatingPointError(
-                f"non-finite loss at step {self.global_step} (epoch {self.current_epoch}): the first non-finite "
-                f"quantity is {culprit}; no weight was changed by this step. Lower the learning rate, clip gradients "
-                "or check the data, and resume from the last checkpoint"
-            )
-        for name, mean in zip(values, means, strict=True):
-            self.log(f"train/{name}", mean, prog_bar=name == "loss", batch_size=rows)
+        self._check_finite(batch, means)
+        bar = shows_bar(self)
+        for name, mean in zip(values, means.unbind(), strict=True):
+            self.log(f"train/{name}", mean, prog_bar=bar and name == "loss", batch_size=rows)
         return values["loss"]
+
+    # --- finite losses ---
+
+    def _made(self, name: str, x: Tensor) -> Tensor:
+        """Remember what a network gave in this step, for :class:`FiniteWatch`."""
+        if self._seen is not None and self.training and isinstance(x, Tensor) and x.device.type != "cpu":
+            self._seen[f"the output of {name} (call {sum(name in key for key in self._seen)})"] = x
+        return x
+
+    def _check_finite(self, batch: Any, means: Tensor) -> None:
+        inputs = [*((f"views[{i}]", x) for i, x in enumerate(batch.views)), ("image", batch.image)]
+        if means.device.type == "cpu":  # the host has the numbers: no need to wait, nor to go on
+            if not means.isfinite().all():
+                culprit = first_non_finite(self, inputs, lambda: self._run_networks(batch))
+                raise FloatingPointError(
+                    f"non-finite loss at step {self.global_step} (epoch {self.current_epoch}): the first non-finite "
+                    f"quantity is {culprit}; no weight was changed by this step. Lower the learning rate, clip "
+                    "gradients or check the data, and resume from the last checkpoint"
+                )
+            return
+        seen, self._seen = self._seen, None
+        given = {f"the input {name}": x for name, x in inputs if x is not None and x.is_floating_point()}
+        weights = {f"the parameter {name}": p for name, p in self.named_parameters()}
+        self._finite.note(self.global_step, self.current_epoch, means, {**given, **weights, **(seen or {})})
+        if self._finite.pending >= READ_EVERY:
+            self.raise_if_not_finite()
+
+    def raise_if_not_finite(self) -> None:
+        """Wait for the device to say whether all losses so far were finite; asked before each checkpoint."""
+        found = self._finite.read()
+        if found is not None:
+            raise FloatingPointError(
+                f"non-finite loss at step {found.step} (epoch {found.epoch}): the first non-finite quantity is "
+                f"{found.culprit}; seen at step {self.global_step}, no checkpoint was written since. Lower the "
+                "learning rate, clip gradients or check the data, and resume from the last checkpoint"
+            )
+
+    def on_train_epoch_end(self) -> None:
+        self.raise_if_not_finite()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.raise_if_not_finite()
+
+    # --- rows of a step ---
+
+    def on_train_start(self) -> None:
+        """Learn once whether each step has as many rows on all ranks, which saves asking for them in each step."""
+        rows = getattr(self.trainer.train_dataloader, "even_rows", 0)
+        _, most = agree(True, rows, self.device)
+        even, _ = agree(rows == most, 0, self.device)
+        self._even_rows = most if even else 0
+
+    def counts(self, x: Tensor) -> list[int]:
+        """How many rows each rank holds of a step; without a collective where the loader deals evenly."""
+        if self.training and self._even_rows and len(x) == self._even_rows:
+            return [len(x)] * world_size()
+        return row_counts(len(x), x.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._log_held_out("val", batch)
@@ -91,7 +163,10 @@ class Method(L.LightningModule):
         values = self.losses(batch)
         if self.loss_is_global:
             return values
-        weight = rank_weight(len(batch.views[0]), batch.views[0].device)
+        rows = batch.views[0]
+        if self.training and self._even_rows and len(rows) == self._even_rows:
+            return values
+        weight = rank_weight(len(rows), rows.device)
         return {name: value * weight for name, value in values.items()}
 
     def _run_networks(self, batch: Any) -> None:
@@ -99,7 +174,7 @@ class Method(L.LightningModule):
         for x in batch.views:
             z = self.project(x)
             if hasattr(self, "predictor"):
-                self.predictor(z)
+                self.from_projection(z)
             if hasattr(self, "target"):
                 self.target(x)  # type: ignore[operator]
 

@@ -174,12 +174,8 @@ class BYOL(Method):
         return {"loss": self.regress(p1, t2) + self.regress(p2, t1)}
 
     def predict(self, z: Tensor) -> Tensor:
-        p = self.apply_predictor(z)
-        p = p.to(torch.promote_types(p.dtype, torch.float32))
+        p = self.from_projection(z)
         return tangential(p) if self.tangential else p
-
-    def apply_predictor(self, z: Tensor) -> Tensor:
-        return self.predictor(z)
 
     def regress(self, p: Tensor, t: Tensor) -> Tensor:
         t = t.to(p.dtype)

@@ -140,6 +140,7 @@ class DirectPred(BYOL):
         super().after_optimizer_step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         checkpoint["direct_predictor"] = self.direct.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

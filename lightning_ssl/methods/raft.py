@@ -117,8 +117,7 @@ class RAFT(Method):
         return {"loss": loss, "align": align, "cross_model": cross}
 
     def predict(self, x: Tensor) -> Tensor:
-        p = self.predictor(self.project(x))
-        p = p.to(torch.promote_types(p.dtype, torch.float32))
+        p = self.from_projection(self.project(x))
         return tangential(p) if self.tangential else p
 
     def parameter_groups(self) -> list[dict[str, Any]]:

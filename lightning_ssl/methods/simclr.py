@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -9,9 +10,10 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ssl import functional
-from lightning_ssl.distributed import rank, row_counts
+from lightning_ssl.distributed import rank
 from lightning_ssl.methods.base import Method, Schedule, views
 from lightning_ssl.nn import (
     HeadInit,
@@ -23,7 +25,9 @@ from lightning_ssl.nn import (
     mlp,
     num_features,
 )
+from lightning_ssl.rng import random_bits
 
+CHUNK = 2**24  # distances that are held at a time; what is above is made in pieces, and again for the gradient
 Loss = Literal["simple", "triplet", "nce", "exact_simple", "exact_triplet", "exact_nce"]
 
 
@@ -141,11 +145,49 @@ class SimCLR(Method):
             return {"loss": self._contrast(z1, z2, clean)}
 
     def _contrast(self, z1: Tensor, z2: Tensor, clean: Tensor | None) -> Tensor:
-        n, counts = len(z1), row_counts(len(z1), z1.device)
-        others = torch.cat([gather_rows(z1, counts), gather_rows(z2, counts)])  # 2N x d, all ranks
-        choice = self._choose_negatives(n, sum(counts[: rank()]), sum(counts)).to(z1.device)  # 2n x H
-        r_pos = functional.squared_distance(z1, z2).repeat(2)  # 2n
-        r_neg = _distances(torch.cat([z1, z2]), others).gather(1, choice)  # 2n x H
+        counts = self.counts(z1)
+        total, start, anchors = sum(counts), sum(counts[: rank()]), 2 * len(z1)
+        self._check_negatives(total)
+        every = gather_rows(torch.stack([z1, z2], dim=1), counts)  # N x 2 x d, all ranks, in one collective
+        others = every.transpose(0, 1).flatten(0, 1)  # 2N x d
+        views, r_pos = torch.cat([z1, z2]), functional.squared_distance(z1, z2).repeat(2)
+        cleans = None if clean is None else (clean.repeat(2, 1), gather_rows(clean, counts))
+        step = max(1, CHUNK // (2 * total))
+        if step >= anchors:
+            return self._contrast_part(views, r_pos, others, cleans, slice(0, anchors), start, total)
+        parts = []
+        for first in range(0, anchors, step):
+            part = slice(first, min(first + step, anchors))
+            loss = checkpoint(
+                self._contrast_part,
+                *(views, r_pos, others, cleans, part, start, total),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            parts.append(loss * ((part.stop - part.start) / anchors))
+        return torch.stack(parts).sum()
+
+    def _contrast_part(
+        self,
+        views: Tensor,
+        r_pos: Tensor,
+        others: Tensor,
+        cleans: tuple[Tensor, Tensor] | None,
+        part: slice,
+        start: int,
+        total: int,
+    ) -> Tensor:
+        """The mean loss of some of this rank's 2n anchors; without collectives."""
+        rows, r_pos = len(views) // 2, r_pos[part]
+        r_neg = _distances(views[part], others)  # c x 2N
+        if self.negatives == "all" and self.kind == "nce" and not self.exact:
+            own = self._samples(rows, start, part, views.device)
+            same = torch.arange(2 * total, device=views.device) % total == own
+            return functional.info_nce_loss(
+                r_pos, r_neg.masked_fill(same, math.inf), self.tau, self.beta, self.beta_form
+            )
+        choice = self._choose_negatives(rows, start, total, views.device, part)  # c x H
+        r_neg = r_neg.gather(1, choice)
         if not self.exact:
             if self.kind == "nce":
                 return functional.info_nce_loss(r_pos, r_neg, self.tau, self.beta, self.beta_form)
@@ -153,27 +195,42 @@ class SimCLR(Method):
                 return functional.simple_contrastive_loss(r_pos, r_neg, self.beta)
             return functional.soft_triplet_loss(r_pos, r_neg, self.margin, self.tau) + self.beta * r_pos.mean()
         r_clean = r_neg
-        if clean is not None:
-            r_clean = _distances(clean, gather_rows(clean, counts)).repeat(2, 2).gather(1, choice)
+        if cleans is not None:
+            r_clean = _distances(cleans[0][part], cleans[1]).repeat(1, 2).gather(1, choice)
         loss = functional.exact_contrastive_loss(r_pos, r_neg, r_clean, self.kind, self.tau, self.margin, self.joint)
         return loss + self.beta * r_pos.mean()
 
-    def _choose_negatives(self, rows: int, start: int, total: int) -> Tensor:
-        """Columns of the negatives of this rank's 2n anchors among the 2N views, [2n, H]; the same on any ranks."""
+    def _check_negatives(self, total: int) -> int:
+        """How many negatives an anchor has of so many samples on all ranks."""
         available = 2 * (total - 1)
         if available < 1 or (self.negatives != "all" and self.negatives > available and self.training):
             raise ValueError(
                 f"`negatives`={self.negatives!r}, but a batch of {total} samples (over all ranks) leaves an anchor "
                 f"{available} negatives; raise the batch size or lower `negatives`"
             )
-        own = torch.arange(start, start + rows).repeat(2)[:, None]  # the samples of this rank's anchors
+        return available
+
+    @staticmethod
+    def _samples(rows: int, start: int, part: slice, device: torch.device | None) -> Tensor:
+        """The samples of some of this rank's 2n anchors, [c, 1]."""
+        return torch.arange(part.start, part.stop, device=device)[:, None] % rows + start
+
+    def _choose_negatives(
+        self, rows: int, start: int, total: int, device: torch.device | None = None, part: slice | None = None
+    ) -> Tensor:
+        """Columns of the negatives of (some of) this rank's 2n anchors among the 2N views, [c, H]; the same on any
+        ranks and devices."""
+        available = self._check_negatives(total)
+        part = part or slice(0, 2 * rows)
+        own = self._samples(rows, start, part, device)
+        columns = torch.arange(available, device=device)
         if self.negatives == "all":
-            rank_of_column = torch.arange(available).expand(2 * rows, -1)
+            rank_of_column = columns.expand(len(own), -1)
         else:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.global_step)
-            keys = torch.rand(2 * total, available, generator=generator)
-            anchors = torch.cat([own[:rows, 0], total + own[:rows, 0]])
-            rank_of_column = keys[anchors].topk(min(self.negatives, available), dim=1).indices
+            second = torch.arange(part.start, part.stop, device=device)[:, None] >= rows
+            anchors = own + second * total
+            keys = random_bits(anchors * available + columns, self.seed, self.global_step)
+            rank_of_column = keys.topk(min(self.negatives, available), dim=1).indices
         # Numbers among the 2(N - 1) allowed columns become columns: step over the two views of the own sample.
         columns = rank_of_column + (rank_of_column >= own).long()
         return columns + (columns >= total + own).long()
@@ -204,7 +261,7 @@ class SimCLR(Method):
         batch_size = getattr(data, "batch_size", None)
         if isinstance(batch_size, int) and self.negatives != "all":
             try:
-                self._choose_negatives(0, 0, batch_size * self.trainer.world_size)
+                self._check_negatives(batch_size * self.trainer.world_size)
             except ValueError as error:
                 raise MisconfigurationException(str(error)) from error
 

@@ -84,7 +84,7 @@ class SimSiam(Method):
     def losses(self, batch: Any) -> dict[str, Tensor]:
         x1, x2 = views(batch)
         z1, z2 = self.project(x1), self.project(x2)
-        p1, p2 = self.predictor(z1).to(z1.dtype), self.predictor(z2).to(z2.dtype)
+        p1, p2 = self.from_projection(z1), self.from_projection(z2)
         if self.stop_gradient:
             z1, z2 = z1.detach(), z2.detach()
         # ‖p̂ − ẑ‖² = 2 − 2 cos, so this is −½ (cos + cos).

@@ -51,7 +51,7 @@ class PartitionedLinear(nn.Module):
     @torch.no_grad()
     def thresholds_of(self, x: Tensor) -> Tensor:
         """The mean projections of a batch of all ranks, [n]; kept for calls without `sides`. A collective."""
-        total = torch.cat([self._project(x).sum(dim=0), x.new_tensor([len(x)]).to(self._precise(x))])
+        total = torch.cat([self._project(x).sum(dim=0), x.new_full((1,), len(x), dtype=self._precise(x))])
         total = all_reduce_sum(total)
         mean = total[:-1] / total[-1].clamp_min(1)
         self.thresholds.copy_(mean)

@@ -7,13 +7,15 @@ every rank alike.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.distributed import all_reduce_sum, broadcast
+from lightning_ssl.distributed import all_reduce_sum, broadcast, is_in_pieces, put_, whole
 from lightning_ssl.functional import direct_predictor, optimal_predictor
+from lightning_ssl.functional.roots import relative_root
 from lightning_ssl.nn.partitioned import PartitionedLinear
 
 PredictorInit = Literal["default", "xavier", "identity", "uniform", "positive"]
@@ -35,7 +37,8 @@ def linear_of(predictor: nn.Module, action: str) -> nn.Linear:
 def symmetrize_(predictor: nn.Module) -> None:
     """Replace the weight by its symmetric part, W <- (W + W^T)/2 (DirectPred Sec. 4)."""
     weight = linear_of(predictor, "symmetrising").weight
-    weight.copy_((weight + weight.T) / 2)
+    full = whole(weight)
+    put_(weight, (full + full.T) / 2)
 
 
 @torch.no_grad()
@@ -52,9 +55,9 @@ def symmetrize_two_layers_(predictor: nn.Module) -> None:
             f"with linear layers of (in, out) sizes {shapes}"
         )
     first, second = linears
-    mean = (first.weight + second.weight.T) / 2
-    first.weight.copy_(mean)
-    second.weight.copy_(mean.T)
+    mean = (whole(first.weight) + whole(second.weight).T) / 2
+    put_(first.weight, mean)
+    put_(second.weight, mean.T)
 
 
 @torch.no_grad()
@@ -76,7 +79,7 @@ def reset_parameters_(
     if init in ("uniform", "positive") and not (init_range is not None and init_range > 0):
         raise ValueError(f"init={init!r} needs a positive `init_range`, got {init_range}")
     # On a CPU copy: the device's generator is left alone and the draw is the same on any device.
-    fresh = copy.deepcopy(predictor).cpu()
+    fresh = _whole_copy(predictor)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for module in fresh.modules():
@@ -97,7 +100,23 @@ def reset_parameters_(
                 nn.init.zeros_(module.bias)
     state = fresh.state_dict()
     for name, tensor in predictor.state_dict().items():
-        tensor.copy_(state[name])
+        put_(tensor, state[name].to(tensor.device, non_blocking=True))
+
+
+def _whole_copy(module: nn.Module) -> nn.Module:
+    """A copy on the CPU, with whole tensors where a strategy keeps them in pieces."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if not any(is_in_pieces(x) for x in tensors):
+        return copy.deepcopy(module).cpu()
+    # No copy of the pieces themselves: of each its shape alone, as what stands in it is about to be drawn.
+    memo: dict[int, Any] = {}
+    for x in tensors:
+        fresh = torch.empty(x.shape, dtype=x.dtype) if is_in_pieces(x) else x.detach().cpu().clone()
+        memo[id(x)] = nn.Parameter(fresh, x.requires_grad) if isinstance(x, nn.Parameter) else fresh
+    for part in module.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            memo[id(hooks)] = OrderedDict()  # the strategy's
+    return copy.deepcopy(module, memo)
 
 
 class DirectPredictorUpdate:
@@ -203,7 +222,8 @@ class DirectPredictorUpdate:
             raise RuntimeError(
                 "step() without update(): no predictor inputs were seen; is the module in training mode?"
             )
-        sums, counts = all_reduce_sum(self._sums), all_reduce_sum(self._counts)
+        both = all_reduce_sum(torch.cat([self._sums.flatten(), self._counts]))  # in one collective
+        sums, counts = both[: -len(self._counts)].view_as(self._sums), both[-len(self._counts) :]
         self._sums = self._counts = None
         moments = sums / counts.clamp_min(1)[:, None, None]
         present = counts > 0
@@ -211,8 +231,8 @@ class DirectPredictorUpdate:
             self.F, self.M, self.seen = moments[0], moments[-1] if self.mode == "optimal" else None, present
         else:
             # A part's first rows start its average; a part without rows keeps what it has.
-            rho = torch.where(self.seen, self.rho, 0.0).to(moments)[:, None, None]
-            keep = torch.where(present[:, None, None], rho, 1.0)
+            rho = self.seen.to(moments)[:, None, None] * self.rho
+            keep = rho.masked_fill(~present[:, None, None], 1.0)
             self.F = keep * self.F.to(moments) + (1 - keep) * moments[0]
             if self.M is not None:
                 self.M = keep * self.M.to(moments) + (1 - keep) * moments[1]
@@ -221,11 +241,21 @@ class DirectPredictorUpdate:
         if self.steps % self.freq:
             return False
         # Broadcast: equal F on all ranks need not give bitwise equal eigenvectors. A part not yet seen keeps its start.
-        parts = weight.view(-1, *weight.shape[-2:]).clone()
-        for part in self.seen.nonzero()[:, 0].tolist():
-            parts[part] = self._predictor(part).to(weight)
-        weight.copy_(broadcast(parts).view_as(weight))
+        old = whole(weight)
+        parts = old.view(-1, *old.shape[-2:])
+        parts = torch.where(self.seen.to(old.device)[:, None, None], self._predictors(parts).to(old), parts)
+        put_(weight, broadcast(parts).view_as(old))
         return True
+
+    def _predictors(self, old: Tensor) -> Tensor:
+        """The predictor of each part, [parts, d, d]; of one without rows, whatever."""
+        assert self.F is not None and self.seen is not None
+        if self.M is None and not self.shift and self.F.device.type != "cpu":
+            # Without an eigensolver, for whose end the host would wait in each step.
+            return relative_root(self.F) + self.eps * torch.eye(
+                self.F.shape[-1], dtype=self.F.dtype, device=self.F.device
+            )
+        return torch.stack([self._predictor(k) if seen else old[k] for k, seen in enumerate(self.seen.tolist())])
 
     def _predictor(self, part: int) -> Tensor:
         assert self.F is not None

@@ -17,7 +17,7 @@ from lightning_ssl.data.augment import (
     draw_plan,
     preset,
 )
-from lightning_ssl.data.rng import uniforms
+from lightning_ssl.rng import uniforms
 
 
 def plan_for(recipe, count, side=32, view=0):

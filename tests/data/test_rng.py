@@ -4,7 +4,7 @@ import pytest
 import torch
 from scipy import stats
 
-from lightning_ssl.data.rng import permutation, random_bits, uniforms
+from lightning_ssl.rng import permutation, random_bits, uniforms
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15

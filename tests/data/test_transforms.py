@@ -6,7 +6,7 @@ from torchvision.transforms.v2 import functional as F
 
 from lightning_ssl.data import transforms
 from lightning_ssl.data.augment import Augmentation, draw_boxes
-from lightning_ssl.data.rng import uniforms
+from lightning_ssl.rng import uniforms
 
 BATCH = 24
 

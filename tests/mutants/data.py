@@ -131,7 +131,7 @@ MUTANTS = [
         "tests/data/test_sources.py",
     ),
     Mutant(
-        "lightning_ssl/data/rng.py",
+        "lightning_ssl/rng.py",
         "state = _mix(state + _signed(part * 2 + 1) + _signed(_GOLDEN))",
         "state = state + _mix(state * 0 + _signed(part * 2 + 1) + _signed(_GOLDEN))",
         "tests/data/test_rng.py",

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lightning_ssl.callbacks import KNNProbe
 from lightning_ssl.data import ImageDataModule
-from lightning_ssl.data.rng import permutation
+from lightning_ssl.rng import permutation
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger, read_rows
 from tests.callbacks import strangers
 from tests.callbacks.harness import History, trainer
