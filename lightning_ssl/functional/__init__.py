@@ -32,10 +32,24 @@ from lightning_ssl.functional.predictor import (
     predictor_values,
 )
 from lightning_ssl.functional.probes import fit_linear_probe, knn_predict
+from lightning_ssl.functional.quality import (
+    alpha_req,
+    cumulative_spectrum_area,
+    lidar,
+    lidar_matrix,
+    mode_growth,
+    prototype_use,
+    rankme,
+    sliced_gaussianity,
+    stable_rank,
+    target_lag,
+    wasserstein_uniformity,
+)
 from lightning_ssl.functional.spread import spread
 
 __all__ = [
     "alignment",
+    "alpha_req",
     "asymmetry",
     "balance_residual",
     "barlow_twins_loss",
@@ -46,6 +60,7 @@ __all__ = [
     "covariance_operator",
     "covariance_operator_norms",
     "cross_model_loss",
+    "cumulative_spectrum_area",
     "direct_predictor",
     "effective_predictor",
     "effective_rank",
@@ -57,14 +72,23 @@ __all__ = [
     "generalization_bound",
     "info_nce_loss",
     "knn_predict",
+    "lidar",
+    "lidar_matrix",
+    "mode_growth",
     "optimal_predictor",
     "pair_weight",
     "predictor_values",
     "principal_plane",
+    "prototype_use",
+    "rankme",
     "second_moment",
     "simple_contrastive_loss",
+    "sliced_gaussianity",
     "soft_triplet_loss",
     "spread",
     "squared_distance",
+    "stable_rank",
+    "target_lag",
     "uniformity",
+    "wasserstein_uniformity",
 ]

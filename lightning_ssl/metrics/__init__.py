@@ -5,6 +5,7 @@ from lightning_ssl.metrics.geometry import Alignment, EffectiveRank, Uniformity
 from lightning_ssl.metrics.knn import KNNAccuracy
 from lightning_ssl.metrics.moments import CorrelationBound, SecondMoment
 from lightning_ssl.metrics.predictor import EigenspaceAlignment
+from lightning_ssl.metrics.quality import FeatureQuality, PrototypeUse
 
 __all__ = [
     "Alignment",
@@ -12,7 +13,9 @@ __all__ = [
     "CovarianceOperator",
     "EffectiveRank",
     "EigenspaceAlignment",
+    "FeatureQuality",
     "KNNAccuracy",
+    "PrototypeUse",
     "SecondMoment",
     "Uniformity",
 ]

@@ -14,7 +14,9 @@ from lightning_ssl.metrics import (
     CorrelationBound,
     EffectiveRank,
     EigenspaceAlignment,
+    FeatureQuality,
     KNNAccuracy,
+    PrototypeUse,
     SecondMoment,
     Uniformity,
 )
@@ -120,8 +122,40 @@ def knn_case():
     return KNNAccuracy(CLASSES, k=5), feed, expected
 
 
+def quality_case():
+    def expected(x, y, labels):
+        rows = torch.stack([x, y], dim=1)
+        flat = rows.flatten(0, 1)
+        return {
+            "rankme": functional.rankme(flat),
+            "alpha_req": functional.alpha_req(flat),
+            "spectrum_area": functional.cumulative_spectrum_area(flat),
+            "stable_rank": functional.stable_rank(flat),
+            "wasserstein_uniformity": functional.wasserstein_uniformity(flat),
+            "sliced_gaussianity": functional.sliced_gaussianity(flat, 16),
+            "lidar": functional.lidar(rows),
+            "modes": torch.linalg.eigvalsh(functional.second_moment(flat)).flip(0),
+        }
+
+    return (
+        FeatureQuality(directions=16),
+        lambda m, x, y, labels, take: m.update(torch.stack([x[take], y[take]], dim=1)),
+        expected,
+    )
+
+
+def prototype_case():
+    return (
+        PrototypeUse(0.5, 0.3),
+        lambda m, x, y, labels, take: m.update(x[take], y[take]),
+        lambda x, y, labels: functional.prototype_use(x, 0.5, y, 0.3)._asdict(),
+    )
+
+
 CASES = {
     "alignment": alignment_case,
+    "quality": quality_case,
+    "prototypes": prototype_case,
     "uniformity": uniformity_case,
     "second_moment": second_moment_case,
     "effective_rank": effective_rank_case,
@@ -211,7 +245,16 @@ def different_widths(rank, world_size):
 
 
 def nothing_anywhere(rank, world_size):
-    for metric in (SecondMoment(), Uniformity(), Alignment(), EffectiveRank(), KNNAccuracy(2), CorrelationBound(2)):
+    for metric in (
+        SecondMoment(),
+        Uniformity(),
+        Alignment(),
+        EffectiveRank(),
+        KNNAccuracy(2),
+        CorrelationBound(2),
+        FeatureQuality(),
+        PrototypeUse(),
+    ):
         with pytest.raises(ValueError, match="no rows on any rank"):
             metric.compute()
     return True
@@ -294,6 +337,16 @@ def test_sums_of_large_offsets_do_not_cancel():
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("name", ["quality", "prototypes"])
+def test_streamed_sums_are_the_definition_in_double_precision(name):
+    x, y, labels = make_data(dtype=torch.float64)
+    metric, feed, expected = CASES[name]()
+    for start in range(0, 37, 5):
+        feed(metric, x, y, labels, torch.arange(start, min(start + 5, 37)))
+    for key, value in expected(x, y, labels).items():
+        torch.testing.assert_close(metric.compute()[key], value, rtol=1e-10, atol=1e-12)
 
 
 def test_roundoff_adds_no_rank():
