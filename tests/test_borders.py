@@ -20,6 +20,8 @@ NOT_LIGHTNINGS = {
     "_asdict",
     "_foreach_lerp_",
     "_foreach_norm",
+    "_forward_hooks",
+    "_forward_pre_hooks",
     "_reductions",
     "_fields",
     "_get_default_store",
