@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import Dataset
 
 from lightning_ssl.data import sources
 from lightning_ssl.data.augment import Augmentation, recipes_for
 from lightning_ssl.data.batch import RawBatch
 from lightning_ssl.data.digits import Nuisance
+from lightning_ssl.data.folders import kind_of, recipe_for, side_of
 from lightning_ssl.data.loader import EpochDataset, ShardLoader, ShardSampler
 from lightning_ssl.data.module import ShardedDataModule
 from lightning_ssl.data.pipeline import Pipeline, ProbeImages, RawImages
@@ -32,11 +35,12 @@ class ImageDataModule(ShardedDataModule):
 
     Args:
         dataset: "digits" (embedded in scikit-learn, needs no files), "cifar10", "cifar100", "stl10" (pretrains on train
-            and unlabeled, probes on train and test), "fashion_mnist", "imagenet", or "image_folder"
-            (``root/train/<class>/<image>`` and ``root/test/...`` or ``root/val/...``). Or any torch `Dataset`
-            whose items are PIL images or bytes [C, H, W], alone or followed by their class.
+            and unlabeled, probes on train and test), "fashion_mnist", "imagenet", or "image_folder": any folder of
+            images, with classes (``<class>/<image>``) or without, with ``train/`` and ``test/`` (or ``val/``) or
+            without, when a fifth is held out. Or any torch `Dataset` whose items are PIL images or bytes [C, H, W],
+            alone or followed by their class. By default what lies in `root`, or the digits if none is given.
         test_dataset: With a dataset of your own: a second one, for validation, test and the probes.
-        root: Folder of the dataset.
+        root: Folder of the dataset; "data" by default.
         download: Let torchvision download what is missing.
         batch_size: Samples per process and step.
         probe_batch_size: Samples per process and step of the probe, test and predict loaders.
@@ -46,10 +50,11 @@ class ImageDataModule(ShardedDataModule):
         num_views: Views per sample.
         augmentation: A preset ("simclr", "byol", "simsiam", "barlow_twins", "stl10", "cifar10", "digits", "none"), one
             recipe for all views, or a list with one (recipe or single-view preset) for each, used in turn if shorter.
-            By default the usual one of the dataset.
+            By default the usual one of the dataset, or of images of that size.
         nuisance: Draw the digits with a nuisance (True, or its range), or plainly (False).
         clean_image: Make `ViewBatch.image`, too.
-        image_size: Side of the images; by default the dataset's own (28 x 28 Fashion-MNIST is enlarged to 32).
+        image_size: Side of the images; by default the dataset's own (28 x 28 Fashion-MNIST is enlarged to 32), or
+            what suits the files of a folder, 32 to 224.
         mean: Channel means to normalise by; by default the dataset's.
         std: Channel standard deviations, likewise.
         in_memory: For "image_folder" and "imagenet": decode every file once, resized to `image_size`, and keep one
@@ -72,8 +77,9 @@ class ImageDataModule(ShardedDataModule):
     def __init__(
         self,
         dataset: Literal["digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder"]
-        | Dataset = "digits",  # type: ignore[type-arg]
-        root: str = "data",
+        | Dataset  # type: ignore[type-arg]
+        | None = None,
+        root: str | None = None,
         download: bool = False,
         batch_size: int = 128,
         probe_batch_size: int = 512,
@@ -92,6 +98,11 @@ class ImageDataModule(ShardedDataModule):
         test_dataset: Dataset | None = None,  # type: ignore[type-arg]
     ) -> None:
         super().__init__()
+        if dataset is None:
+            dataset = "digits" if root is None else kind_of(root)  # type: ignore[assignment]
+        elif dataset == "digits" and root is not None:
+            rank_zero_warn(f"the digits are embedded: root={root!r} is not read; leave out `dataset` to train on it")
+        root = root or "data"
         own = not isinstance(dataset, str)
         if test_dataset is not None and not own:
             raise ValueError(
@@ -123,9 +134,12 @@ class ImageDataModule(ShardedDataModule):
             )
 
         facts = FACTS["image_folder" if own else str(dataset)]
+        if dataset == "image_folder":
+            side = image_size or side_of(root, facts.image_size)
+            facts = replace(facts, image_size=side, augmentation=recipe_for(side))
         self.facts, self.root, self.download = facts, root, download
         self.dataset = type(dataset).__name__ if own else str(dataset)
-        self._own = None if isinstance(dataset, str) else (dataset, test_dataset)
+        self._own = None if isinstance(dataset, str) else (dataset, test_dataset)  # type: ignore[assignment]
         self.batch_size, self.probe_batch_size, self.num_workers = batch_size, probe_batch_size, num_workers
         self.in_memory, self.on_corrupt, self.seed = in_memory, on_corrupt, seed
         augment = views == "augment" or not can_resample
@@ -166,6 +180,11 @@ class ImageDataModule(ShardedDataModule):
     def input_shape(self) -> tuple[int, ...]:
         """The shape of a view."""
         return (3, self.pipeline.size, self.pipeline.size)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether there are classes for probes to tell apart."""
+        return len(self.source.classes) > 1 and len(self.source.test) > 0
 
     @property
     def num_classes(self) -> int:
@@ -217,9 +236,10 @@ class ImageDataModule(ShardedDataModule):
         train_key = TRAIN if source.probe_train is source.train else PROBE_TRAIN
         for split, key, name in ((source.probe_train, train_key, "train"), (source.test, TEST, "test")):
             present = split.labels.unique()
-            if self._own is not None and present[-1] < 0:
+            if present[-1] < 0:
                 raise ValueError(
-                    f"the {name} split of `dataset` must have classes for a probe, got images alone; yield both"
+                    f"the {name} split of `dataset` must have classes for a probe, got images alone; give both, or "
+                    "leave the probes out"
                 )
             if len(present) < 2:
                 raise ValueError(

@@ -24,6 +24,7 @@ from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2 import functional as F
 
 from lightning_ssl.data import digits
+from lightning_ssl.data.folders import read_folder
 
 _IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -61,7 +62,12 @@ FACTS: dict[str, Facts] = {
         224, *_IMAGENET_STATS, "simclr", "train/, val/ and meta.bin, or the original archives", False, files=True
     ),
     "image_folder": Facts(
-        224, *_IMAGENET_STATS, "simclr", "train/<class>/<image> and test/<class>/<image> (or val/)", False, files=True
+        224,
+        *_IMAGENET_STATS,
+        "simclr",
+        "images, in class folders or without classes, with train/ and test/ (or val/) or without",
+        False,
+        files=True,
     ),
 }
 
@@ -213,16 +219,12 @@ def _imagenet(root: str, download: bool) -> Source:
 
 
 def _image_folder(root: str, download: bool) -> Source:
-    base = Path(root)
-    held_out = next((name for name in ("test", "val") if (base / name).is_dir()), None)
-    if held_out is None or not (base / "train").is_dir():
-        raise FileNotFoundError(f"it has no train/, or neither test/ nor val/ (found: {sorted(os.listdir(base))}).")
-    parts = [datasets.ImageFolder(str(base / name)) for name in ("train", held_out)]
-    if parts[0].classes != parts[1].classes:
-        odd = sorted(set(parts[0].classes) ^ set(parts[1].classes))
-        raise FileNotFoundError(f"the class folders of train/ and {held_out}/ differ: {odd} are in one of them only.")
-    train, test = (_file_split(part) for part in parts)
-    return Source(train, train, test, list(parts[0].classes))
+    found = read_folder(root)
+    train, test = (
+        Split(torch.tensor([label for _, label in part]), paths=[path for path, _ in part])
+        for part in (found.train, found.test)
+    )
+    return Source(train, train, test, found.classes)
 
 
 def _file_split(part: Any) -> Split:

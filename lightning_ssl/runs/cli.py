@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from lightning_ssl.runs import own_data
+
 DESCRIPTION = """\
 Self-supervised training under the microscope. Besides the commands below there are `lightning-ssl reproduce --list`
 (the papers' tables and figures), `lightning-ssl dashboard --help` (a W&B workspace for the diagnostics) and
@@ -27,6 +29,12 @@ def main(args: list[str] | None = None) -> None:
         command = sys.argv[1:]
     else:
         command = args = resolve_configs(args)
+    if command[:1] and command[0] in ("fit", "validate", "test", "predict"):
+        flags = flag_values(command)
+        configs = [_peek(Path(value)) for flag, value in flags if flag in ("--config", "-c") and Path(value).is_file()]
+        command[1:1] = own_data.chosen(flags, configs)
+        if args is None:
+            sys.argv[1:] = command
     # Each command imports what it needs: only the four of LightningCLI need Lightning.
     if command[:1] == ["reproduce"]:
         from lightning_ssl.theory.reproduce import main as reproduce
@@ -77,7 +85,7 @@ def configs_beneath(args: list[str]) -> list[str]:
     cifar10`` stands on cifar10/byol.yaml. A --config that names a method stands alone: jsonargparse would keep those
     options of the method beneath that both have, DirectPred's linear predictor in BYOL, say.
     """
-    method, dataset = "directpred", "digits"
+    method, dataset, root = "directpred", "digits", "data"
     for flag, value in flag_values(args):
         if flag in ("--config", "-c") and Path(value).is_file():
             content = _peek(Path(value))
@@ -88,6 +96,9 @@ def configs_beneath(args: list[str]) -> list[str]:
             method = value.rpartition(".")[2].lower()
         elif flag in ("--data.dataset", "--data.init_args.dataset"):
             dataset = value
+        elif flag in own_data.ROOT:
+            root = value
+    dataset = own_data.beneath(root) if dataset == "image_folder" else dataset
     for folder in (dataset, "digits"):
         for file in sorted(shipped(folder).glob("*.yaml")):
             if file.stem.replace("_", "") == method:

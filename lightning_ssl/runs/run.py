@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
+from lightning_ssl.callbacks import Probe
 from lightning_ssl.distributed import rank, world_size
 from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
@@ -194,12 +195,15 @@ class RunCLI(LightningCLI):
             self.parser.exit(2, f"lightning-ssl: error: {refused[1] if refused else error}\n")
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Leave out the callbacks on a predictor when the method has none, so that one flag switches methods."""
+        """Leave out callbacks on a predictor that the method does not have, and probes of classes the data has not."""
+        config = self.config_init[self.subcommand].trainer
+        given = config.callbacks or []
+        given = given if isinstance(given, list) else [given]  # one class alone: --trainer.callbacks=RunCheckpoint
         if isinstance(getattr(self.model, "predictor", None), (type(None), torch.nn.Identity)):
-            config = self.config_init[self.subcommand].trainer
-            given = config.callbacks or []
-            given = given if isinstance(given, list) else [given]  # one class alone: --trainer.callbacks=RunCheckpoint
-            config.callbacks = [c for c in given if getattr(c, "predictor", None) != "predictor"]
+            given = [c for c in given if getattr(c, "predictor", None) != "predictor"]
+        if not getattr(self.datamodule, "labelled", True):
+            given = [c for c in given if not (isinstance(c, Probe) and c.data is None)]
+        config.callbacks = given
         trainer = super().instantiate_trainer(**kwargs)
         trainer.callbacks[:0] = [GuardLoggers(), self.peers]  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
