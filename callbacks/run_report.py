@@ -221,42 +221,56 @@ def to_host(values: list[Any]) -> list[float]:
     return found
 
 
-KINDS = ("healthy", "dimensional collapse", "complete collapse")
+GRADES = ("healthy", "dimensional collapse", "complete collapse")
+EVIDENCE = {"std": "spread (1 over the sphere, 0 one point)", "rank": "dimensions that hold most of the variance"}
 
 
 def verdicts_of(callbacks: list[Any], history: dict[str, Series]) -> list[dict[str, Any]]:
     """What the monitors say, one for each place."""
-    found = []
+    found: list[dict[str, Any]] = []
     for monitor in callbacks:
-        if not isinstance(monitor, CollapseMonitor):
-            continue
-        start = f"collapse/{monitor.name}/" if monitor.name else "collapse/"
-        looks = history.get(f"{start}verdict")
-        if looks is None or not len(looks):
-            continue
-        grade = max(0, min(2, round(looks[-1][1])))
-        since = next((step for step, value in reversed(list(looks)) if round(value) == 0), None)
-        turned = [step for step, value in looks if round(value) and (since is None or step > since)]
-        std, rank = (history.get(start + name) for name in ("std", "rank"))
-        evidence = f"{len(looks)} looks up to step {looks[-1][0]}"
-        if std and rank:
-            evidence = (
-                f"the spread is {std[-1][1]:.2g} (1 is spread over the sphere, 0 one point), and most of the variance "
-                f"lies in {rank[-1][1]:.2g} dimensions, after {evidence}"
-            )
-        found.append(
-            {
-                "place": monitor.features,
-                "kind": KINDS[grade],
-                "healthy": grade == 0,
-                "step": turned[0] if grade and turned else None,
-                "evidence": evidence,
-                "cause": "a missing predictor, stop-gradient or negatives" if grade == 2 else "",
-                "remedy": "",
-                "forecast": "",
-            }
-        )
+        if isinstance(monitor, CollapseMonitor):
+            found += _told(monitor, history)
     return found
+
+
+def _told(monitor: Any, history: dict[str, Series]) -> list[dict[str, Any]]:
+    if hasattr(monitor.verdict, "places"):
+        return [_place(place) for place in monitor.verdict.places]
+    start = f"collapse/{monitor.name}/" if monitor.name else "collapse/"
+    looks = history.get(f"{start}verdict")
+    if looks is None or not len(looks):
+        return []
+    grade = max(0, min(2, round(looks[-1][1])))
+    healthy = [step for step, value in looks if round(value) == 0]
+    turned = [step for step, value in looks if round(value) and (not healthy or step > healthy[-1])]
+    std, rank = (history.get(start + name) for name in ("std", "rank"))
+    evidence = f"{len(looks)} looks up to step {looks[-1][0]}"
+    if std and rank:
+        evidence = f"{EVIDENCE['std']} {std[-1][1]:.2g}, {EVIDENCE['rank']} {rank[-1][1]:.2g}, after {evidence}"
+    cause = "a missing predictor, stop-gradient or negatives" if grade == 2 else ""
+    told = {"place": monitor.features, "main": True, "kind": GRADES[grade], "healthy": grade == 0, "evidence": evidence}
+    return [{**told, "step": turned[0] if turned else None, "cause": cause, "remedy": "", "forecast": ""}]
+
+
+def _place(place: Any) -> dict[str, Any]:
+    evidence = []
+    for item in place.evidence:
+        start = "" if item.start is None else f" ({item.start:.3g} at the start)"
+        limit = "" if item.threshold is None else f", threshold {item.threshold:.3g}"
+        evidence.append(f"{EVIDENCE.get(item.quantity, item.quantity)} {item.value:.3g}{start}{limit}")
+    healthy = place.kind == "healthy"
+    return {
+        "place": place.place,
+        "main": place.main,
+        "kind": "healthy" if healthy else f"{place.kind} collapse",
+        "healthy": healthy,
+        "step": None if healthy else place.since,
+        "evidence": "; ".join(evidence) or f"looked at up to step {place.step}",
+        "cause": place.cause,
+        "remedy": place.remedy,
+        "forecast": str(place.forecast or ""),
+    }
 
 
 def _data_name(trainer: L.Trainer) -> str:

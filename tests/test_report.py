@@ -22,6 +22,7 @@ from tests.callbacks import strangers
 KNOWN = declared(vars(callbacks).values())
 HEALTHY = {
     "place": "projector",
+    "main": True,
     "kind": "healthy",
     "healthy": True,
     "step": None,

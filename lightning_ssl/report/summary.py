@@ -9,8 +9,9 @@
 ``steps``, ``epochs``
     As far as it came.
 ``verdicts``
-    One for each watched place: ``place``, ``kind`` ("healthy", ...), ``healthy``, ``step`` since when, ``evidence``,
-    ``cause``, ``remedy``, ``forecast``; sentences are empty where there is nothing to say.
+    One for each watched place: ``place``, ``main`` (whether the loss sees it: the whole verdict follows those),
+    ``kind`` ("healthy", "complete collapse", ...), ``healthy``, ``step`` since when, ``evidence``, ``cause``,
+    ``remedy``, ``forecast``; sentences are empty where there is nothing to say.
 ``quantities``
     By logged key: ``first``, ``best``, ``last``, ``min``, ``max``, each ``{"step", "value"}`` (``best`` is null where
     neither way is better; a value that is not finite is null), ``count`` of values kept, and ``declared``, the key of

@@ -24,24 +24,25 @@ class Answer(NamedTuple):
 def answer(summary: Summary) -> Answer:
     """What came of a run, from its verdicts and from what its probes say."""
     verdicts = summary["verdicts"]
-    broken = [verdict for verdict in verdicts if not verdict["healthy"]]
+    broken = [verdict for verdict in verdicts if not verdict["healthy"] and verdict["main"]]
+    beside = [f"Beside it: {part}" for v in verdicts if not v["healthy"] and not v["main"] for part in _told(v)[:1]]
     worse, better = probes(summary)
     if broken:
         first = min(broken, key=lambda verdict: (verdict["step"] is None, verdict["step"] or 0))
         since = "" if first["step"] is None else f" since step {first['step']}"
         title = f"{first['kind'].capitalize()} of {first['place']}{since}"
-        return Answer("bad", title, [part for verdict in broken for part in _told(verdict)] + worse + better)
+        return Answer("bad", title, [part for verdict in broken for part in _told(verdict)] + beside + worse + better)
     forecasts = [verdict["forecast"] for verdict in verdicts if verdict["forecast"]]
     if worse:
         seen = "No collapse was flagged, but the features got worse" if verdicts else "The features got worse"
-        return Answer("doubt", seen, worse + better + forecasts + _why_healthy(summary))
+        return Answer("doubt", seen, worse + better + forecasts + beside + _why_healthy(summary))
     if not verdicts:
         missing = "No CollapseMonitor watched this run: what follows are its curves, without a verdict."
         return Answer("unknown", "No verdict", [missing, *better])
     title = "Healthy so far" if summary["run"]["state"] == "running" else "Healthy: no collapse"
     if forecasts:
         return Answer("doubt", "Healthy, but on its way to collapse", [*forecasts, *_why_healthy(summary), *better])
-    return Answer("good", title, [*_why_healthy(summary), *better])
+    return Answer("good", title, [*_why_healthy(summary), *better, *beside])
 
 
 def _told(verdict: dict[str, Any]) -> list[str]:
