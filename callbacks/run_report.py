@@ -128,7 +128,7 @@ class RunReport(L.Callback):
                 text = json.dumps(summary, indent=1, allow_nan=False)
                 write_file(trainer, folder / FILE, lambda file: file.write(text.encode()))
                 if self.html:
-                    page = report_page(summary, self.history, folder)
+                    page = report_page(summary, self.history, folder, _theory(folder) if state != "running" else ())
                     write_file(trainer, folder / "report.html", lambda file: file.write(page.encode()))
             return summary
         except Exception as error:  # a report that fails must not fail the run
@@ -271,6 +271,16 @@ def _place(place: Any) -> dict[str, Any]:
         "remedy": place.remedy,
         "forecast": str(place.forecast or ""),
     }
+
+
+def _theory(folder: Path) -> list[dict[str, Any]]:
+    """The theory's modes beside the run's own, where it covers the run."""
+    from lightning_ssl.theory.reproduce.overlay import page_charts  # takes a second to import
+
+    try:
+        return page_charts(folder)
+    except Exception:  # rates that no flow describes: the page goes without
+        return []
 
 
 def _data_name(trainer: L.Trainer) -> str:

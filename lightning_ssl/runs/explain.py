@@ -14,7 +14,7 @@ import torch
 import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods
-from lightning_ssl.runs.help import COMMANDS, SYNONYMS
+from lightning_ssl.runs.help import COMMANDS, LISTED, SYNONYMS
 
 # What a class may be named by its bare name for, and the names.
 KINDS = {
@@ -65,12 +65,12 @@ def _unknown_option(message: str, flags: list[str]) -> str | None:
 def _unknown_flag(message: str, flags: list[str]) -> str | None:
     if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
         name = unknown[1].partition("=")[0]
-        return f"there is no flag {name}{nearest_flag(name, flags)}; `lightning-ssl fit --help.all` lists them"
+        return f"there is no flag {name}{nearest_flag(name, flags)}; {LISTED}"
     if unknown := re.search(r"does not accept option '([\w.]+)'", message):
         known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
         top = [*known, "model", "data", "trainer", "optimizer", "seed_everything", "ckpt_path", "root", "name"]
         head = unknown[1].partition(".")[0]
-        return f"the config has no option {unknown[1]!r}{nearest(head, top)}; `lightning-ssl fit --help.all` lists them"
+        return f"the config has no option {unknown[1]!r}{nearest(head, top)}; {LISTED}"
     return None
 
 

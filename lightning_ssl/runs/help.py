@@ -93,6 +93,8 @@ WHAT = {
 }
 OUTPUT = "\n  --output FILE               the file that is written (default: embeddings.npz)"
 
+LISTED = "`lightning-ssl fit --help` lists the usual ones, --help.all all"
+
 # Other names for what people look for.
 MEANT = {
     "--model.optimizer.lr": "lr learning_rate base_lr",

@@ -11,6 +11,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 
 from lightning_ssl.runs.explain import nearest_flag
+from lightning_ssl.runs.help import LISTED
 
 
 class Refuse(Protocol):
@@ -124,6 +125,6 @@ def _refuse_name(flag: NamedFlag, present: list[str], known: Collection[str], re
     written = f"--{flag.name}{option}"
     hint = nearest_flag(written, [*known, *(f"--{name}{option}" for name in present)])
     refuse(
-        f"there is no flag {written}{hint}; `lightning-ssl fit --help.all` lists them, and a callback is tuned by its "
+        f"there is no flag {written}{hint}; {LISTED}; a callback is tuned by its "
         f"name: {', '.join(present) or 'this run has none'}"
     )
