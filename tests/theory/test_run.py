@@ -235,7 +235,8 @@ def test_overlay_answers_in_seconds_on_any_scale(tmp_path: Path) -> None:
     """Rates and sizes at which the flow is stiff; and the page of a run that is covered shows its modes."""
     (tmp_path / "config.yaml").write_text(
         "model: {class_path: lightning_ssl.methods.BYOL, init_args: {predictor: linear, momentum: 0.97,"
-        " normalize: true, optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.05, momentum: 0.9, weight_decay: 0.0004}}}}\n"
+        " normalize: true, optimizer: {class_path: torch.optim.SGD,"
+        " init_args: {lr: 0.05, momentum: 0.9, weight_decay: 0.0004}}}}\n"
     )
     growth = np.linspace(1, 40, 30)[:, None]
     s = np.geomspace(3, 1e-3, 64) * growth
