@@ -45,6 +45,7 @@ class EffectiveRank(Watcher):
             "effective rank",
             "How many dimensions the batch's features use; at most the number of rows.",
             better="higher",
+            collapsed="falling to a few, or to 1",
             form="{:.1f}",
             headline=True,
         ),
@@ -55,6 +56,7 @@ class EffectiveRank(Watcher):
             "health",
             better="higher",
             healthy="near 1",
+            collapsed="falling to 0",
         ),
         Quantity(
             "*/feature_std",
@@ -63,6 +65,7 @@ class EffectiveRank(Watcher):
             "health",
             better="higher",
             healthy="0.5 to 1",
+            collapsed="near 0",
         ),
     )
 

@@ -31,6 +31,7 @@ class Quantity:
         form: How it is printed.
         headline: Whether the summary at the end of a run shows it.
         best: Whether its best value over a run means something; of a geometry it does not, a collapse may be "best".
+        collapsed: Where collapsed runs lie, in words; empty where it does not tell.
 
     Example:
         >>> median = Quantity("*/median_norm", "median feature norm", "Falls if weight decay is too strong.")
@@ -48,6 +49,7 @@ class Quantity:
     form: str = "{:.3g}"
     headline: bool = False
     best: bool = False
+    collapsed: str = ""
 
     def matches(self, key: str) -> bool:
         """Whether a logged key is this quantity's, whatever the instance's name in it.

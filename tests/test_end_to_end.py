@@ -5,8 +5,6 @@ Several ranks, and kills at every place, are in tests/reliability.
 
 import csv
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +12,8 @@ import time
 
 import pytest
 import torch
+
+from tests.browser import browser
 
 pytestmark = pytest.mark.slow
 
@@ -124,16 +124,12 @@ def test_kill_and_resume_is_the_uninterrupted_run(uninterrupted, tmp_path, delay
 
 
 def test_report_opens_offline_in_a_browser(uninterrupted, tmp_path):
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium here")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    page = (uninterrupted / "report.html").resolve()
-    command = [browser, *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{page}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    for words in ("Learning", "Geometry", "Predictor", "Health", "val/linear_top1", "Config", "Versions"):
-        assert words in shown, words
-    assert shown.count("<svg") > 10
-    outside = re.findall(r"(?:src|href)=\"(?!data:|#)[^\"]*", shown)
-    assert not outside, outside
+    with browser(tmp_path / "profile") as page:
+        page.open(uninterrupted / "report.html")
+        shown = page.run("document.body.innerText")
+        for words in ("Learning", "Geometry", "Predictor", "Health", "val/linear_top1", "Config", "Versions"):
+            assert words in shown, words
+        assert page.run("document.querySelectorAll('.plot').length") > 10
+        assert page.run("[...document.querySelectorAll('[src],[href]')].every(e => e.src.startsWith('data:'))")
+        assert page.run("document.getElementById('verdict').getBoundingClientRect().bottom <= innerHeight")
+        assert not page.problems()

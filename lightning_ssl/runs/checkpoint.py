@@ -308,7 +308,8 @@ class RunCheckpoint(OpenModelCheckpoint):
         self._release(trainer)
         self._signals.restore()
         self._vote.close()
-        super().on_train_end(trainer, pl_module)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]  # Lightning 2.6 saves there even so
+            super().on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._release(trainer)

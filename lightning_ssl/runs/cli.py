@@ -12,11 +12,8 @@ from typing import Any
 import yaml
 
 from lightning_ssl.runs import own_data
+from lightning_ssl.runs.help import COMMANDS, completion, quick_answer, unknown_command
 
-DESCRIPTION = """\
-Self-supervised training under the microscope. Besides the commands below there are `lightning-ssl reproduce --list`
-(the papers' tables and figures), `lightning-ssl dashboard --help` (a W&B workspace for the diagnostics) and
-`lightning-ssl doctor --help` (silent bugs, found before the first epoch)."""
 TUNING = "Callbacks are tuned and switched off by name: --knn.every_n_epochs 1 --linear false."
 
 
@@ -29,13 +26,23 @@ def main(args: list[str] | None = None) -> None:
         command = sys.argv[1:]
     else:
         command = args = resolve_configs(args)
-    if command[:1] and command[0] in ("fit", "validate", "test", "predict"):
-        flags = flag_values(command)
-        configs = [_peek(Path(value)) for flag, value in flags if flag in ("--config", "-c") and Path(value).is_file()]
-        command[1:1] = own_data.chosen(flags, configs)
-        if args is None:
-            sys.argv[1:] = command
-    # Each command imports what it needs: only the four of LightningCLI need Lightning.
+    # Each command imports what it needs: only the four of LightningCLI, and the doctor, need Lightning.
+    if (words := quick_answer(command)) is not None:
+        print(words, end="")
+        sys.exit(0)
+    if command and not command[0].startswith("-") and command[0] not in COMMANDS:
+        print(f"lightning-ssl: error: {unknown_command(command[0])}", file=sys.stderr)
+        sys.exit(2)
+    if command[:1] == ["completion"]:
+        sys.exit(completion(command[1:]))
+    if command[:1] == ["runs"]:
+        from lightning_ssl.runs.listing import main as listing
+
+        sys.exit(listing(command[1:]))
+    if command[:1] == ["compare"]:
+        from lightning_ssl.runs.compare import main as comparing
+
+        sys.exit(comparing(command[1:]))
     if command[:1] == ["reproduce"]:
         from lightning_ssl.theory.reproduce import main as reproduce
 
@@ -51,6 +58,17 @@ def main(args: list[str] | None = None) -> None:
         chosen, rest = read(command[1:])
         command = args = ["fit", *rest]
         cli = partial(DoctorCLI, chosen)
+
+    for place, word in enumerate(command):
+        if word == "--help.all":
+            command[place] = "--help"
+            sys.argv[1:] = command if args is None else sys.argv[1:]
+
+    flags = flag_values(command)
+    configs = [_peek(Path(value)) for flag, value in flags if flag in ("--config", "-c") and Path(value).is_file()]
+    command[1:1] = own_data.chosen(flags, configs)
+    if args is None:
+        sys.argv[1:] = command
 
     import lightning.pytorch as L
 
@@ -68,7 +86,7 @@ def main(args: list[str] | None = None) -> None:
         args=args,
         save_config_callback=SaveRunConfig,
         seed_everything_default=0,
-        parser_kwargs={"description": f"{DESCRIPTION}\n{TUNING}", **commands},
+        parser_kwargs={"description": TUNING, **commands},
         auto_configure_optimizers=False,
     )
 

@@ -38,6 +38,8 @@ def read(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
 class DoctorCLI(RunCLI):
     """Builds what `fit` would train, and examines it instead."""
 
+    writes = False
+
     def __init__(self, chosen: argparse.Namespace, **kwargs: Any) -> None:
         self.chosen = chosen
         super().__init__(**kwargs)

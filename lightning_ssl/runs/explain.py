@@ -14,6 +14,7 @@ import torch
 import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods
+from lightning_ssl.runs.help import COMMANDS, LISTED, SYNONYMS
 
 # What a class may be named by its bare name for, and the names.
 KINDS = {
@@ -64,12 +65,12 @@ def _unknown_option(message: str, flags: list[str]) -> str | None:
 def _unknown_flag(message: str, flags: list[str]) -> str | None:
     if unknown := re.search(r"[Uu]nrecognized arguments: (\S+)", message):
         name = unknown[1].partition("=")[0]
-        return f"there is no flag {name}{nearest(name, flags)}; `lightning-ssl fit --help` lists them"
+        return f"there is no flag {name}{nearest_flag(name, flags)}; {LISTED}"
     if unknown := re.search(r"does not accept option '([\w.]+)'", message):
         known = [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
         top = [*known, "model", "data", "trainer", "optimizer", "seed_everything", "ckpt_path", "root", "name"]
         head = unknown[1].partition(".")[0]
-        return f"the config has no option {unknown[1]!r}{nearest(head, top)}; `lightning-ssl fit --help` lists them"
+        return f"the config has no option {unknown[1]!r}{nearest(head, top)}; {LISTED}"
     return None
 
 
@@ -98,10 +99,21 @@ def _wrong_config(message: str, flags: list[str]) -> str | None:
         got = (unexpected[1].strip().splitlines() or ["nothing"])[0]
         return f"--config needs a YAML file of options, like `trainer: {{max_epochs: 10}}`; got {got!r}"
     if '"subcommand"' in message:
-        return (
-            "give a command: fit, validate, test, predict, reproduce or dashboard; `lightning-ssl --help` explains them"
-        )
+        return f"give a command: {', '.join(COMMANDS)}; `lightning-ssl --help` explains them"
     return None
+
+
+def nearest_flag(name: str, known: list[str]) -> str:
+    """A hint at the flag that is meant: by another name for it, by its last part, or by its letters."""
+    bare = name.strip("-").replace("-", "_").lower()
+    if meant := SYNONYMS.get(bare):
+        return f" (did you mean '{meant}'?)"
+    same = [flag for flag in known if flag.rpartition(".")[2].strip("-") == bare and flag != name]
+    for kind, module in (("model", lightning_ssl.methods), ("data", lightning_ssl.data)):
+        for entry in KINDS[kind]:
+            if bare in inspect.signature(getattr(module, entry)).parameters:
+                same.append(f"--{kind}.{bare}")
+    return f" (did you mean {same[0]!r}?)" if same else nearest(name, known)
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -18,7 +18,7 @@ from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 # Imported for their names: jsonargparse knows the subclasses that are loaded.
@@ -31,6 +31,7 @@ from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
+from lightning_ssl.runs.owner import evaluation_name, is_run, one_of_many, refusal, run_meant, started_again
 from lightning_ssl.runs.peers import Disagreement, Peers
 from lightning_ssl.runs.tuning import split_flags, tune
 
@@ -52,7 +53,13 @@ class RunParser(LightningArgumentParser):
 
 
 class RunCLI(LightningCLI):
-    """LightningCLI whose runs each have a folder ``<root>/<run>`` that no other run has."""
+    """LightningCLI whose runs each have a folder ``<root>/<run>``, which is that run's for ever.
+
+    A name that is taken is refused, unless the command goes on with that run. What evaluates a run has a folder of its
+    own.
+    """
+
+    writes = True  # whether the command leaves anything in the folder
 
     def __init__(self, **kwargs: Any) -> None:
         self.parsers: list[RunParser] = []
@@ -80,6 +87,15 @@ class RunCLI(LightningCLI):
             self.parser.exit(1 if self.reading is None else 2, f"lightning-ssl: error: {found}\n")
         except (MisconfigurationException, FileNotFoundError, Disagreement):
             self.parser.exit(2, f"lightning-ssl: error: {error}\n")
+        except RuntimeError as found:
+            if "loading state_dict for" not in str(found):
+                raise
+            path, reason = self.config[self.config.subcommand].ckpt_path, str(found).splitlines()
+            self.parser.exit(
+                2,
+                f"lightning-ssl: error: --ckpt_path {path} holds another network than the config builds "
+                f"({' '.join(reason[1:2]).strip()[:200]}); give the run's own --config runs/NAME/config.yaml\n",
+            )
         except Exception:
             if not self.peers.ended_by_others:
                 raise
@@ -92,7 +108,8 @@ class RunCLI(LightningCLI):
             "--name",
             type=str | None,
             default=None,
-            help="Name of the run's folder in --root. By default a new one, or with --ckpt_path last the latest.",
+            help="Name of the run's folder in --root, which no other run may have; with --ckpt_path last the run to go "
+            "on with. By default a new one; with --ckpt_path last the run of --config, else the latest.",
         )
         parser.add_argument("--output", type=str, default="embeddings.npz", help="The file that `predict` writes.")
 
@@ -120,6 +137,9 @@ class RunCLI(LightningCLI):
             empty = partial(RunParser, parser_mode=parser.parser_mode)
             trainer.callbacks = tune(trainer.callbacks, named, empty, known, self._refuse)
         config = self.config[self.config.subcommand]
+        if config.get("ckpt_path") == "last" and self.config.subcommand != "fit":
+            # By its path, so that the network is built from the hyperparameters in it.
+            config.ckpt_path = str(self._meant(config) / "checkpoints" / "last.ckpt")
         path = config.get("ckpt_path")
         if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
             self.reading = path
@@ -141,16 +161,22 @@ class RunCLI(LightningCLI):
             self.parser.error(f"--root {config.root!r} is a file: name a folder for the runs")
         if self.subcommand == "predict" and not Path(config.output).absolute().parent.is_dir():
             self.parser.error(f"--output {config.output!r}: its folder does not exist; make it first")
-        config.name = config.name or self._run_name(config)
+        config.name = self._run_name(config)
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
             rank_zero_warn(
                 "workers that torchrun starts again may find each other's earlier addresses in the store it shares "
                 "with them, and fail: start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
-        last = Path(config.root, config.name, "checkpoints", "last.ckpt")
-        if self.subcommand == "fit" and last.is_file() and started_again(last):
-            config.ckpt_path = "last"  # of this very run, whatever its first start began from
+        folder = Path(config.root, config.name)
+        if self.subcommand == "fit" and is_run(folder):
+            last = folder / "checkpoints" / "last.ckpt"
+            again = started_again(last if last.is_file() else folder / "config.yaml")
+            writes = self.writes and not config.trainer.fast_dev_run
+            if writes and (words := refusal(folder, config.ckpt_path, config.model.class_path, again)):
+                self.parser.exit(2, f"lightning-ssl: error: {words}\n")
+            if again and last.is_file():
+                config.ckpt_path = "last"  # of this very run, whatever its first start began from
         if config.trainer.default_root_dir is None:
             config.trainer.default_root_dir = str(Path(config.root) / config.name)
         loggers = config.trainer.logger if isinstance(config.trainer.logger, list) else [config.trainer.logger]
@@ -166,23 +192,33 @@ class RunCLI(LightningCLI):
             for name, value in places.items():
                 logger.init_args[name] = value
 
+    def _meant(self, config: Any) -> Path:
+        """The folder of the run that --ckpt_path last is of."""
+        folder = run_meant(config.root, config.name, [str(path) for path in config.get("config") or []])
+        if folder is None:
+            self.parser.error(f"--ckpt_path last: no run in {config.root!r} has a checkpoint; set --root or --name")
+        return folder
+
     def _run_name(self, config: Any) -> str:
+        """The name of the folder that this command writes to, the same in all its processes."""
+        training = self.subcommand == "fit"
+        if config.name and (training or not is_run(Path(config.root, config.name))):
+            return str(config.name)
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
             self.parser.error("--name must be given where torchrun restarts workers: they resume the run of that name")
         method = config.model.class_path.rpartition(".")[-1].lower()
-        if SLURMEnvironment.detect():  # the same for all tasks of a job, and for the job when it is queued again
-            return f"{method}-job{os.environ['SLURM_JOB_ID']}"
+        if training and SLURMEnvironment.detect():
+            return f"{method}-job{os.environ['SLURM_JOB_ID']}"  # the same for all tasks, and when it is queued again
         # In the environment, so that the processes which a DDP run starts agree with the one that starts them.
         started = "LOCAL_RANK" in os.environ
         if not (started and "LIGHTNING_SSL_RUN" in os.environ):
             name = f"{time.strftime('%Y%m%d-%H%M%S')}-{method}-{os.getpid()}"
-            if config.ckpt_path == "last":
-                written = sorted(Path(config.root).glob("*/checkpoints/last.ckpt"), key=lambda p: p.stat().st_mtime)
-                if not written:
-                    self.parser.error(
-                        f"--ckpt_path last: no run in {config.root!r} has a checkpoint; set --root or --name"
-                    )
-                name = written[-1].parents[1].name
+            if not training:
+                name = evaluation_name(config.root, config.name, config.ckpt_path, str(self.subcommand)) or name
+            elif config.ckpt_path == "last":
+                folder = self._meant(config)
+                rank_zero_info(f"lightning-ssl: goes on with {folder}")
+                name = folder.name
             os.environ["LIGHTNING_SSL_RUN"] = name
         return os.environ["LIGHTNING_SSL_RUN"]
 
@@ -215,26 +251,6 @@ class RunCLI(LightningCLI):
         write_embeddings(self.trainer.predict_loop.predictions, self.config[self.subcommand].output)
 
 
-def one_of_many() -> bool:
-    """Whether this process was started as one rank of several."""
-    return any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "SLURM_NTASKS"))
-
-
-def started_again(last: Path) -> bool:
-    """Whether SLURM has queued this job again, or torchrun has started its workers again.
-
-    torchrun does not tell the workers of a host that start again because another host's do. But then there is a
-    checkpoint that is younger than the agent, which started this process.
-    """
-    if any(int(os.environ.get(name) or 0) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")):
-        return True
-    if not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) or not sys.platform.startswith("linux"):
-        return False
-    ticks = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19])
-    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    return last.stat().st_mtime > float(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
-
-
 def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:
     """Write what `predict_step` returned on all ranks to one .npz file; called by all of them.
 
@@ -257,18 +273,34 @@ def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes the config into the run's folder, without the run's name: another run with it makes its own folder."""
+    """Writes the config into the run's folder, so that another run with it is another run.
+
+    The run's name and its --ckpt_path are left out. A run that goes on with another config keeps the earlier one as
+    config-1.yaml, and so on; only once its checkpoint is loaded.
+    """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            self._write(trainer)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._write(trainer)
+
+    def _write(self, trainer: L.Trainer) -> None:
         folder = run_dir(trainer)  # collective
         if trainer.is_global_zero and folder is not None and not self.already_saved:
             folder.mkdir(parents=True, exist_ok=True)
             config = self.config.clone()
             if config.trainer.default_root_dir == str(Path(config.root) / config.name):
                 config.trainer.default_root_dir = None
-            config.name = None
+            config.name = config.ckpt_path = None
             # Options that are None are written, too; since 4.49 jsonargparse calls that otherwise.
             renamed = tuple(int(part) for part in version("jsonargparse").split(".")[:2]) >= (4, 49)
             keep = {"skip_unset" if renamed else "skip_none": False}
-            self.parser.save(config, str(folder / self.config_filename), overwrite=True, **keep)
+            place, written = folder / self.config_filename, folder / f".{self.config_filename}"
+            self.parser.save(config, str(written), overwrite=True, **keep)
+            if place.exists() and place.read_bytes() != written.read_bytes():
+                earlier = len(list(folder.glob(f"{place.stem}-*{place.suffix}")))
+                place.rename(folder / f"{place.stem}-{earlier + 1}{place.suffix}")
+            written.replace(place)
         self.already_saved = True

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 
-from lightning_ssl.runs.explain import nearest
+from lightning_ssl.runs.explain import nearest_flag
+from lightning_ssl.runs.help import LISTED
 
 
 class Refuse(Protocol):
@@ -122,8 +123,8 @@ def _refuse_name(flag: NamedFlag, present: list[str], known: Collection[str], re
             refuse(f"--{flag.name}: this run has no {name}; add it with --trainer.callbacks+={name}")
     option = f".{flag.option}" if flag.option else ""
     written = f"--{flag.name}{option}"
-    hint = nearest(written, [*known, *(f"--{name}{option}" for name in present)])
+    hint = nearest_flag(written, [*known, *(f"--{name}{option}" for name in present)])
     refuse(
-        f"there is no flag {written}{hint}; `lightning-ssl fit --help` lists them, and a callback is tuned by its "
+        f"there is no flag {written}{hint}; {LISTED}; a callback is tuned by its "
         f"name: {', '.join(present) or 'this run has none'}"
     )

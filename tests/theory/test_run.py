@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
+import time
 from pathlib import Path
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from lightning_ssl.methods import BYOL, SimCLR
 from lightning_ssl.nn.backbones import LinearBackbone
 from lightning_ssl.theory import hltm
 from lightning_ssl.theory.hltm import HLTMNetwork, HLTMTree
-from lightning_ssl.theory.linear import LinearDynamics
+from lightning_ssl.theory.linear import LinearDynamics, ModeDynamics
 from lightning_ssl.theory.reproduce import overlay as overlays
 from lightning_ssl.theory.reproduce import reproduce
 
@@ -189,6 +192,62 @@ def test_overlay_of_a_linear_run(tmp_path: Path) -> None:
     fitted, stretch = overlays.fit(spectra, hyper)
     assert fitted == pytest.approx(SIGMA**2, abs=0.06) and stretch == 1.0
     assert (tmp_path / "out" / "overlay-seed0" / "figure.png").stat().st_size > 5000
+
+
+def test_the_overlays_solver_is_the_theorys_own(tmp_path: Path) -> None:
+    """A stiff solver at 1e-5 against the explicit one at 1e-9, with and without a moving target."""
+    torch.manual_seed(0)
+    p, s = torch.rand(1, 5, dtype=torch.float64), torch.rand(1, 5, dtype=torch.float64)
+    step = torch.arange(0, 400, 20, dtype=torch.float64)
+    spectra = overlays.Spectra(step, s.expand(20, 5), p.expand(20, 5))
+    for beta in (None, 0.4):
+        hyper = overlays.Hyperparameters(0.05, 1.3, beta, 0.02, 0.03, False)
+        mine = overlays.predict(spectra, hyper, 0.2)
+        exact = ModeDynamics(1.2, 1.0, 1.3, beta, 0.02, 0.03).solve(p[0], s[0] / 1.2, step * 0.05)
+        torch.testing.assert_close(mine[0], exact.p, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(mine[1], exact.s * 1.2, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("DirectPred, init_args: {predictor: linear, optimizer: {class_path: torch.optim.SGD}}", "DirectPred sets its"),
+        ("BYOL, init_args: {predictor: linear, optimizer: {class_path: torch.optim.Adam}}", "trained with Adam"),
+        ("BYOL, init_args: {predictor: mlp, optimizer: {class_path: torch.optim.SGD}}", r"predictor \(mlp\) is not"),
+        ("BYOL, init_args: {predictor: linear, scheduler: cosine}", "learning rate is scheduled"),
+    ],
+)
+def test_overlay_says_at_once_what_the_theory_does_not_cover(tmp_path: Path, model: str, said: str) -> None:
+    """A run's spectra at the scale of the quick start's, on which the fit used to stand still."""
+    (tmp_path / "config.yaml").write_text(f"model: {{class_path: lightning_ssl.methods.{model}}}\n")
+    s = np.geomspace(126, 1e-3, 64) * np.ones((10, 1))
+    spectra = {"eigenvalues": s, "predictor_values": np.sqrt(s / 126), "cosines": np.ones_like(s)}
+    np.savez(tmp_path / "predictor_spectra.npz", step=np.arange(10) * 100, **spectra)
+    begun = time.process_time()
+    text = reproduce("overlay", out=tmp_path / "out", run=str(tmp_path))
+    assert re.search(f"Not covered: .*{said}", text) and "DOES NOT HOLD" not in text
+    assert "| 1 | 1.000 | 1.000 |" in text and "| 2 (invariant parabola) | 2.00 | 2.00 |" in text
+    assert overlays.page_charts(tmp_path) == []
+    assert time.process_time() - begun < 5
+
+
+def test_overlay_answers_in_seconds_on_any_scale(tmp_path: Path) -> None:
+    """Rates and sizes at which the flow is stiff; and the page of a run that is covered shows its modes."""
+    (tmp_path / "config.yaml").write_text(
+        "model: {class_path: lightning_ssl.methods.BYOL, init_args: {predictor: linear, momentum: 0.97,"
+        " normalize: true, optimizer: {class_path: torch.optim.SGD,"
+        " init_args: {lr: 0.05, momentum: 0.9, weight_decay: 0.0004}}}}\n"
+    )
+    growth = np.linspace(1, 40, 30)[:, None]
+    s = np.geomspace(3, 1e-3, 64) * growth
+    np.savez(
+        tmp_path / "predictor_spectra.npz", step=np.arange(30) * 100, eigenvalues=s, predictor_values=np.sqrt(s) / 3
+    )
+    begun = time.process_time()
+    drawn = overlays.page_charts(tmp_path)
+    assert time.process_time() - begun < 20
+    assert [len(chart["lines"]) for chart in drawn] == [12, 12] and "p0 predicted" in drawn[0]["dashed"]
+    assert [step for step, _ in drawn[1]["lines"]["s0 measured"]] == list(range(0, 3000, 100))
 
 
 def test_overlay_refuses_what_it_cannot_use(tmp_path: Path) -> None:

@@ -70,15 +70,17 @@ class Report:
         claims: Claims, or tuples of their fields.
         tables: Our figures beside the published ones.
         draw: Draws the picture on a fresh matplotlib figure.
+        text: What is to be said first.
     """
 
     title: str
     claims: Sequence[Claim | tuple[Any, ...]] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     draw: Callable[[Any], None] | None = None
+    text: str = ""
 
     def markdown(self) -> str:
-        parts = [f"## {self.title}"]
+        parts = [f"## {self.title}", *([self.text] if self.text else [])]
         if self.claims:
             parts.append("\n".join(Claim(*claim).markdown() for claim in self.claims))
         parts += [table.markdown() for table in self.tables]
