@@ -221,6 +221,89 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
+class Together:
+    """Work on rows that stay where they are: each rank adds what it makes of its own, all get the sum.
+
+    What goes wrong on any rank, before a sum or in work that all do alike, is raised on all of them as a
+    :class:`RankError`, so that none is left waiting. In one process errors pass through as they are.
+
+    Args:
+        device: Where the sums are.
+        sharded: Whether rows are spread over the ranks; otherwise this process has them all.
+        group: The process group; by default all ranks.
+
+    Example:
+        >>> together = Together(torch.device("cpu"))
+        >>> together.sum(lambda: [torch.ones(2), torch.tensor(3.0)], [(2,), ()])
+        [tensor([1., 1.], dtype=torch.float64), tensor(3., dtype=torch.float64)]
+    """
+
+    def __init__(self, device: torch.device, sharded: bool = True, group: Any = None) -> None:
+        self.device, self.group = device, group
+        self.ranks = world_size(group) if sharded else 1
+        self.rank = rank(group) if self.ranks > 1 else 0
+        self.wide = torch.float32 if device.type == "mps" else torch.float64
+
+    def sum(self, make: Callable[[], Sequence[Tensor]], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Collective: the sums of tensors of these shapes over the ranks, in double precision."""
+        problem: Exception | None = None
+        parts: Sequence[Tensor] = ()
+        try:
+            parts = [part.to(self.device, self.wide) for part in make()]
+        except Exception as error:
+            if self.ranks == 1:
+                raise
+            problem = error
+        if self.ranks == 1:
+            return list(parts)
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = torch.zeros(sum(sizes) + 1, dtype=self.wide, device=self.device)
+        if parts:
+            flat[:-1] = torch.cat([part.flatten() for part in parts])
+        flat[-1] = float(problem is not None)
+        _begin("together")
+        dist.all_reduce(flat, group=self.group)
+        if bool(flat[-1] > 0):
+            self._raise(problem)
+        return [part.view(shape) for part, shape in zip(flat[:-1].split(sizes), shapes, strict=True)]
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Collective: the result of work that every rank does alike."""
+        found: list[Any] = []
+
+        def make() -> Sequence[Tensor]:
+            found.append(work())
+            return ()
+
+        self.sum(make, ())
+        return found[0]
+
+    def gather(self, make: Callable[[], Any]) -> list[Any]:
+        """Collective: what every rank made, by rank; see :func:`exchange`."""
+        if self.ranks == 1:
+            return [make()]
+        problem: Exception | None = None
+        value: Any = None
+        try:
+            value = make()
+        except Exception as error:
+            problem = error
+        if not self._all_well(problem):
+            self._raise(problem)
+        return exchange(value, self.device, group=self.group)
+
+    def _all_well(self, problem: Exception | None) -> bool:
+        flag = torch.tensor(float(problem is not None), device=self.device)
+        _begin("together")
+        dist.all_reduce(flag, group=self.group)
+        return not bool(flag > 0)
+
+    def _raise(self, problem: Exception | None) -> None:
+        told = gather_objects(None if problem is None else (type(problem).__name__, str(problem)), self.group)
+        words = {rank: ": ".join(filter(None, error)) for rank, error in enumerate(told) if error is not None}
+        raise RankError(_by_rank(words)) from problem
+
+
 def agree(ok: bool, number: int = 0, device: torch.device | None = None) -> tuple[bool, int]:
     """Whether all ranks are `ok`, and the largest `number`."""
     if world_size() == 1:

@@ -31,7 +31,7 @@ from lightning_ssl.functional.predictor import (
     optimal_predictor,
     predictor_values,
 )
-from lightning_ssl.functional.probes import fit_linear_probe, knn_predict
+from lightning_ssl.functional.probes import knn_predict, knn_scores
 from lightning_ssl.functional.quality import (
     alpha_req,
     cumulative_spectrum_area,
@@ -45,6 +45,7 @@ from lightning_ssl.functional.quality import (
     target_lag,
     wasserstein_uniformity,
 )
+from lightning_ssl.functional.regression import fit_linear_path, fit_linear_probe, fit_ridge
 from lightning_ssl.functional.spread import spread
 
 __all__ = [
@@ -68,10 +69,13 @@ __all__ = [
     "error_rate_bound",
     "error_rate_bound_as_printed",
     "exact_contrastive_loss",
+    "fit_linear_path",
     "fit_linear_probe",
+    "fit_ridge",
     "generalization_bound",
     "info_nce_loss",
     "knn_predict",
+    "knn_scores",
     "lidar",
     "lidar_matrix",
     "mode_growth",

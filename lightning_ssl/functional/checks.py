@@ -43,7 +43,9 @@ def check_rows(x: Tensor, name: str, min_rows: int = 1, nonzero: bool = False) -
     if _trusted:
         return
     # One reduction on the device: a non-finite entry makes the row's sum of magnitudes non-finite.
-    magnitude = x.detach().abs().sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = x.detach().split(max(1, 2**22 // x.shape[1]))  # a few rows at a time: `abs` is a copy
+    magnitude = torch.cat([part.abs().sum(dim=1, dtype=wide) for part in parts])
     if not bool(magnitude.isfinite().all()):
         raise ValueError(f"`{name}` has {_rows(~magnitude.isfinite())}; drop them or find where they come from")
     if nonzero and bool((magnitude == 0).any()):

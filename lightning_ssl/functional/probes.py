@@ -1,4 +1,4 @@
-"""What the features are worth to a classifier: nearest neighbours and logistic regression."""
+"""What the features are worth to a classifier without weights: nearest neighbours."""
 
 from __future__ import annotations
 
@@ -8,23 +8,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ssl.distributed import Together
 from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
-from lightning_ssl.functional.geometry import unit_rows
+from lightning_ssl.functional.regression import place_rows
 
 # Similarities held at a time: 2^25 floats are 128 MB.
 _SIMILARITIES = 2**25
-# The linear probe's gradient at which its Hessian is worth a second look, and the most its blocks may hold.
-_ROUGH = 1e-3
-_BLOCKS = 2**26
+# Queries that travel at a time, and the rows that are multiplied with them at a time.
+_QUERIES = 1024
+_BLOCK = 256, 1024
+
+
+class Neighbours(NamedTuple):
+    """The nearest rows of a bank to each query: cosines falling, of equal ones the earlier row first."""
+
+    cosines: Tensor  # [Q, k]
+    positions: Tensor  # [Q, k]
+    labels: Tensor  # [Q, k] or [Q, k, C]
 
 
 @torch.no_grad()
 def knn_predict(
-    queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: int = 200, temperature: float = 0.1
+    queries: Tensor,
+    bank: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    k: int = 200,
+    temperature: float = 0.1,
+    sharded: bool = False,
+    positions: Tensor | None = None,
+    budget: int | None = None,
 ) -> Tensor:
     r"""Classify by weighted nearest neighbours under the cosine, each with weight :math:`e^{\cos / T}`.
 
-    Memory is bounded for any number of rows: queries are taken in chunks.
+    Memory is bounded for any number of rows: queries are taken in chunks. Of neighbours equally near at the k-th place
+    the first in the bank count, so that the answer does not depend on chunks or ranks.
 
     Args:
         queries: features to classify, ``[Q, d]``.
@@ -33,6 +51,11 @@ def knn_predict(
         num_classes: the number of classes C.
         k: how many neighbours vote; at most N do.
         temperature: T.
+        sharded: each rank passes its own queries and its own rows of the bank (also none), all call together; queries
+            travel, rows stay.
+        positions: the place of each of this rank's rows among all ranks' rows, ``[N]``, rising; by default rows stand
+            in the order of ranks.
+        budget: how many similarities may be held at a time.
 
     Returns:
         The classes of each query by falling score, ``[Q, C]``: the first column is the prediction.
@@ -42,167 +65,158 @@ def knn_predict(
         >>> knn_predict(torch.tensor([[3.0, 1.0]]), bank, torch.tensor([4, 2]), num_classes=5, k=1)[:, 0]
         tensor([4])
     """
-    if k < 1:
-        raise ValueError(f"`k` must be at least 1, got {k}")
-    check_positive(temperature, "temperature")
-    bank = unit_rows(bank, "bank")
-    queries = unit_rows(queries, "queries").to(bank.dtype)
-    if queries.shape[1] != bank.shape[1]:
-        raise ValueError(f"`queries` and `bank` must agree in dimension, got {queries.shape[1]} and {bank.shape[1]}")
-    check_labels(labels, num_classes, len(bank))
-    labels = labels.to(bank.device, torch.long)
-    k = min(k, len(bank))
-    ranked = []
-    for chunk in queries.split(max(1, _SIMILARITIES // len(bank))):
-        cosines, neighbours = (chunk @ bank.T).topk(k, dim=1, sorted=False)
-        # Relative to the largest possible cosine, so that a small temperature does not overflow.
-        votes = torch.exp((cosines - 1) / temperature)
-        scores = votes.new_zeros(len(chunk), num_classes).scatter_add_(1, labels[neighbours], votes)
-        ranked.append(scores.argsort(dim=1, descending=True, stable=True))
-    return torch.cat(ranked)
-
-
-class LinearProbeResult(NamedTuple):
-    """A fitted classifier: ``logits = features @ weight.T + bias``."""
-
-    weight: Tensor  # [C, d]
-    bias: Tensor  # [C]
+    scores = knn_scores(queries, bank, labels, num_classes, k, temperature, sharded, positions, budget)
+    return scores.argsort(dim=1, descending=True, stable=True)
 
 
 @torch.no_grad()
-def fit_linear_probe(
-    features: Tensor, labels: Tensor, num_classes: int, l2: float = 1e-4, max_iter: int = 500, tolerance: float = 1e-4
-) -> LinearProbeResult:
-    r"""Fit multinomial logistic regression to convergence by L-BFGS.
-
-    Minimises the mean cross-entropy plus :math:`\frac{\lambda}{2} \|W\|_F^2` over W and an unpenalised bias, on
-    features standardised to mean 0 and variance 1. In scikit-learn's terms :math:`\lambda = 1 / (C N)`.
-
-    The search runs in coordinates in which the Hessian at W = 0, and then near the optimum its block of each class, is
-    about the identity: an order of magnitude fewer steps than on raw features, to the same optimum.
+def knn_scores(
+    queries: Tensor,
+    bank: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    k: int = 200,
+    temperature: float = 0.1,
+    sharded: bool = False,
+    positions: Tensor | None = None,
+    budget: int | None = None,
+) -> Tensor:
+    """The share of each class in the votes of :func:`knn_predict`, ``[Q, C]``, in double precision.
 
     Args:
-        features: ``[N, d]``.
-        labels: integers in [0, num_classes), at least two different ones, ``[N]``.
-        num_classes: the number of classes C.
-        l2: :math:`\lambda`, positive.
-        max_iter: a limit on the steps; reached only in degenerate cases.
-        tolerance: stop when no entry of the gradient, in those coordinates, is larger: half its square is about what
-            the objective has still to fall.
-
-    Returns:
-        Weight ``[C, d]`` and bias ``[C]`` in the units of the raw features.
+        queries: See :func:`knn_predict`, as for the others.
+        bank: The rows with known labels.
+        labels: Classes ``[N]``; or values of C attributes or targets, ``[N, C]``, whose weighted mean is returned.
+        num_classes: C.
+        k: How many neighbours vote.
+        temperature: T.
+        sharded: Whether each rank passes its own rows and queries.
+        positions: The places of rows among all ranks'.
+        budget: How many similarities may be held at a time.
 
     Example:
-        >>> x = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
-        >>> weight, bias = fit_linear_probe(x, torch.tensor([0, 0, 1, 1]), num_classes=2)
-        >>> (x @ weight.T + bias).argmax(dim=1)
-        tensor([0, 0, 1, 1])
+        >>> knn_scores(torch.eye(2), torch.eye(2), torch.tensor([1, 0]), num_classes=2, k=1)
+        tensor([[0., 1.],
+                [1., 0.]], dtype=torch.float64)
     """
-    check_rows(features, "features", min_rows=2)
-    check_labels(labels, num_classes, len(features))
-    check_positive(l2, "l2")
-    if bool((labels == labels[0]).all()):
-        raise ValueError("`labels` hold one class only; a probe needs at least two: check the split")
-    with torch.inference_mode(False):  # a caller's inference mode would forbid the optimizer's in-place updates
-        raw = features.to(torch.promote_types(features.dtype, torch.float32))
-        labels = labels.to(raw.device, torch.long).clone()
-        n, dim = raw.shape
-        mean = raw.mean(dim=0)
-        x = raw.new_ones(n, dim + 1)  # the last feature is the bias
-        torch.sub(raw, mean, out=x[:, :dim])
-        squares = (rows.square().sum(dim=0) for rows in x[:, :dim].split(1024))  # many times as fast as var_mean
-        variance = torch.stack(list(squares)).sum(dim=0) / n
-        # A constant feature carries nothing: its roundoff must not be blown up to variance 1.
-        constant = variance <= (torch.finfo(raw.dtype).eps * mean.abs()) ** 2 * 16
-        scale = torch.where(constant, 0, variance.rsqrt())
-        x[:, :dim] *= scale
-        ridge = x.new_full((dim + 1,), l2)
-        ridge[-1] = 0
-        weight = x.new_zeros(num_classes, dim + 1)
-        if tolerance < _ROUGH:  # a quarter of the rows, where they are many, is enough to come near
-            some = slice(None, None, 4 if n >= 64 * dim else 1)
-            start = _preconditioner(x, weight, ridge)
-            weight = _minimise(x[some].contiguous(), labels[some], weight, ridge, start, _ROUGH, max_iter)
-        weight = _minimise(x, labels, weight, ridge, _preconditioner(x, weight, ridge), tolerance, max_iter)
-    weight, bias = weight[:, :dim] * scale, weight[:, dim]
-    return LinearProbeResult(weight, bias - weight @ mean)
+    if k < 1:
+        raise ValueError(f"`k` must be at least 1, got {k}")
+    check_positive(temperature, "temperature")
+    together = Together(bank.device, sharded)
+
+    def look() -> int:
+        least = 1 if together.ranks == 1 else 0
+        check_rows(bank, "bank", min_rows=least, nonzero=True)
+        check_rows(queries, "queries", min_rows=least, nonzero=True)
+        if queries.shape[1] != bank.shape[1]:
+            raise ValueError(
+                f"`queries` and `bank` must agree in dimension, got {queries.shape[1]} and {bank.shape[1]}"
+            )
+        if labels.ndim == 2 and labels.shape != (len(bank), num_classes):
+            raise ValueError(f"`labels` must have shape {(len(bank), num_classes)}, got {tuple(labels.shape)}")
+        if labels.ndim == 1:
+            check_labels(labels, num_classes, len(bank))
+        return len(queries)
+
+    counts = [int(count) for count in together.gather(look)]
+    labels = labels.to(bank.device, torch.long if labels.ndim == 1 else together.wide)
+    total, positions = place_rows(len(bank), together, bank.device, positions)
+    if not total:
+        raise ValueError("`bank` needs at least 1 row on some rank, got none; pass a larger bank")
+    k = min(k, total)
+    share = max(16, _QUERIES // together.ranks)  # of each rank's queries at a time
+    scores = []
+    for start in range(0, max(counts), share):
+        mine = queries[start : start + share]
+        asked = together.gather(lambda mine=mine: _unit(mine.to(bank.device), bank.dtype))
+        everything = torch.cat([part.to(bank.device) for part in asked])
+        found = together.gather(
+            lambda everything=everything: _nearest(everything, bank, labels, positions, k, budget)._asdict()
+        )
+        at = sum(len(part) for part in asked[: together.rank])
+        own = slice(at, at + len(mine))
+        scores.append(_votes(_merge([Neighbours(**part) for part in found], own, k), num_classes, temperature))
+    return torch.cat(scores) if scores else torch.zeros(0, num_classes, dtype=together.wide, device=bank.device)
 
 
-def _preconditioner(x: Tensor, weight: Tensor, ridge: Tensor) -> Tensor:
-    """M with M M^T about the inverse of the Hessian's block of each class, ``[C or 1, d + 1, d + 1]``.
-
-    The block of class k is the mean of p_k (1 - p_k) x x^T and the penalty. At W = 0, or where blocks would take too
-    much memory, one stands for all. It need not be exact: its rows are those of the largest p_k (1 - p_k), the others
-    enter by their mean.
-    """
-    classes, width = weight.shape
-    some = x[:: max(1, len(x) // (8 * width))]
-    gram = some.T @ some / len(some)
-    if bool(weight.any()) and classes * width**2 <= _BLOCKS:
-        rows = x[:: -(-len(x) * classes // _SIMILARITIES)]
-        p = (rows @ weight.T).softmax(dim=1)
-        curvature, index = (p - p.square()).T.topk(min(2 * width, len(rows)), dim=1)
-        rest = (p - p.square()).mean(dim=0) - curvature.sum(dim=1) / len(rows)
-        picked = ((rows[i] * c[:, None]).T @ rows[i] / len(rows) for c, i in zip(curvature, index, strict=True))
-        # A floor, so that rows that are all certain leave it regular.
-        blocks = torch.stack(list(picked)) + rest.clamp_min(1e-3 / classes)[:, None, None] * gram
-    else:
-        p = (some @ weight.T).softmax(dim=1)
-        share = (p - p.square()).mean(dim=1).clamp_min_(1e-3 / classes)
-        blocks = ((some * share[:, None]).T @ some / len(some))[None]
-    blocks.diagonal(dim1=1, dim2=2).add_(ridge)
-    root = torch.linalg.cholesky(blocks, upper=True)
-    return torch.linalg.solve_triangular(root, torch.eye(width, dtype=x.dtype, device=x.device), upper=True)
+def _unit(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    rows = rows.to(torch.promote_types(rows.dtype, torch.promote_types(dtype, torch.float32)))
+    return rows / rows.norm(dim=1, keepdim=True)
 
 
-def _minimise(
-    x: Tensor, labels: Tensor, start: Tensor, ridge: Tensor, preconditioner: Tensor, tolerance: float, max_iter: int
-) -> Tensor:
-    """L-BFGS for rows W_k = start_k + M_k theta_k, until no entry of theta's gradient is larger than `tolerance`."""
-    theta = torch.zeros_like(start)
-    optimizer = torch.optim.LBFGS(
-        [theta],
-        max_iter=max_iter,
-        max_eval=4 * max_iter,
-        history_size=20,
-        tolerance_grad=tolerance,
-        tolerance_change=0.0,
-        line_search_fn="strong_wolfe",
+def _nearest(
+    queries: Tensor, bank: Tensor, labels: Tensor, positions: Tensor, k: int, budget: int | None
+) -> Neighbours:
+    """The nearest k of this rank's rows to each unit query; fewer where it has fewer."""
+    best = Neighbours(
+        queries.new_zeros(len(queries), 0),
+        positions.new_zeros(len(queries), 0),
+        labels.new_zeros(len(queries), 0, *labels.shape[1:]),
     )
-
-    def times(v: Tensor, matrices: Tensor) -> Tensor:
-        return v @ matrices[0] if len(matrices) == 1 else torch.bmm(v[:, None], matrices)[:, 0]
-
-    def objective() -> Tensor:
-        weight = start + times(theta, preconditioner.mT)
-        loss, grad = _cross_entropy(x, labels, weight)
-        decayed = ridge * weight
-        theta.grad = times(grad + decayed, preconditioner)
-        return loss + 0.5 * (decayed * weight).sum()
-
-    optimizer.step(objective)
-    return start + times(theta, preconditioner.mT)
+    stretch = max(_BLOCK[1], (budget or _SIMILARITIES) // _BLOCK[0])
+    for at in range(0, len(bank), stretch):  # a stretch of the bank is made unit once for all queries
+        unit = _unit(bank[at : at + stretch], queries.dtype)
+        chunk = max(1, min(_BLOCK[0], (budget or _SIMILARITIES) // max(1, len(unit))))
+        parts = []
+        for some in queries.split(chunk):
+            cosines, columns = _top(_cosines(some, unit), min(k, len(unit)))
+            parts.append(Neighbours(cosines, positions[at + columns], labels[at + columns]))
+        found = Neighbours(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        best = found if not at else _merge([best, found], slice(None), k)
+    return best
 
 
-def _cross_entropy(x: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean cross-entropy of logits x W^T and its gradient, in one pass over the rows.
+def _cosines(queries: Tensor, unit: Tensor) -> Tensor:
+    """All products, in blocks of one shape and never of a few rows.
 
-    On a processor a few rows at a time, so that both products find them in its cache, and with rows of zeros up to a
-    multiple of 16 classes: matrix products of other heights take several times as long.
+    So a product is the same to the last bit wherever its rows stand, in any chunk and on any rank: libraries sum in
+    another order where one side is small.
     """
-    n, classes = len(x), len(weight)
-    chunk = n if x.is_cuda else 1024
-    weight = F.pad(weight, (0, 0, 0, -classes % 16))
-    loss, grad = x.new_zeros(()), torch.zeros_like(weight)
-    for rows, truth in zip(x.split(chunk), labels.split(chunk), strict=True):
-        logits = weight @ rows.T  # C x n
-        z, truth = logits[:classes], truth[None]
-        z -= z.gather(0, truth)  # relative to the true class
-        top = z.amax(dim=0, keepdim=True)
-        total = z.sub_(top).exp_().sum(dim=0, keepdim=True)
-        loss += (total.log() + top).sum()
-        z.div_(total).scatter_add_(0, truth, torch.full_like(top, -1.0))
-        logits[classes:] = 0
-        grad.addmm_(logits, rows)
-    return loss / n, grad[:classes].div_(n)
+    rows, columns = len(queries), len(unit)
+    queries = F.pad(queries, (0, 0, 0, -rows % 64))
+    product = queries.new_empty(len(queries), columns + -columns % 64)
+    for a in range(0, len(queries), _BLOCK[0]):
+        for b in range(0, columns, _BLOCK[1]):
+            part = unit[b : b + _BLOCK[1]]
+            part = F.pad(part, (0, 0, 0, -len(part) % 64)) if len(part) % 64 else part
+            torch.mm(queries[a : a + _BLOCK[0]], part.T, out=product[a : a + _BLOCK[0], b : b + len(part)])
+    return product[:rows, :columns]
+
+
+def _top(cosines: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, falling, and where they are; of equal ones those of the first columns."""
+    if k == cosines.shape[1]:
+        return cosines.sort(dim=1, descending=True, stable=True)
+    values, columns = cosines.topk(k + 1, dim=1)
+    level = (values[:, k - 1] == values[:, k]).nonzero().flatten()
+    for rows in level.split(64):  # which of the equal ones `topk` takes is not said
+        row, last = cosines[rows], values[rows, k - 1 : k]
+        places = k - (row > last).sum(dim=1, keepdim=True)
+        equal = row == last
+        taken = (row > last) | (equal & (equal.cumsum(dim=1) <= places))
+        columns[rows, :k] = taken.nonzero()[:, 1].view(len(rows), k)
+    columns = columns[:, :k].sort(dim=1).values
+    values, order = cosines.gather(1, columns).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)
+
+
+def _merge(parts: list[Neighbours], own: slice, k: int) -> Neighbours:
+    """The nearest k of several answers to the same queries."""
+    cosines, positions, labels = (torch.cat([part[i][own] for part in parts], dim=1) for i in range(3))
+    if len(parts) > 1:
+        order = positions.argsort(dim=1)
+        order = order.gather(1, cosines.gather(1, order).argsort(dim=1, descending=True, stable=True))[:, :k]
+        cosines, positions = cosines.gather(1, order), positions.gather(1, order)
+        labels = labels[torch.arange(len(labels), device=labels.device)[:, None], order]
+    return Neighbours(cosines, positions, labels)
+
+
+def _votes(nearest: Neighbours, num_classes: int, temperature: float) -> Tensor:
+    wide = torch.float32 if nearest.cosines.device.type == "mps" else torch.float64
+    cosines = nearest.cosines.to(wide)
+    # Relative to the largest cosine, so that a small temperature does not overflow.
+    votes = torch.exp((cosines - cosines[:, :1]) / temperature)
+    votes = votes / votes.sum(dim=1, keepdim=True)
+    if nearest.labels.ndim == 3:
+        return (votes[:, None] @ nearest.labels.to(wide))[:, 0]
+    return votes.new_zeros(len(votes), num_classes).scatter_add_(1, nearest.labels, votes)

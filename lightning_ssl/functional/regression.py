@@ -1,0 +1,398 @@
+"""Linear models of features that may be spread over ranks: logistic regression, paths of penalties, ridge regression.
+
+Rows stay where they are and as they are: they are centred a few at a time, in the cache of the processor, and only sums
+over rows cross between ranks. So memory beyond the features is bounded, and every rank gets the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_ssl.distributed import Together
+from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
+from lightning_ssl.functional.descent import Curvature, Descent
+
+# Numbers that a few rows and what is made of them may hold at a time on a device: 2^25 floats are 128 MB.
+BUDGET = 2**25
+# Rows times dimensions times outputs up to which double precision costs nothing.
+_SMALL = 2**20
+# The whitened gradient's norm at which the curvature is worth a second look.
+_ROUGH = 0.1
+# The curvature is looked at anew after that many penalties of a path; a first one that is weak is reached by stages.
+_EVERY = 4
+_STAGES = (900.0, 30.0)
+
+
+class LinearProbeResult(NamedTuple):
+    """A fitted linear model: ``logits = features @ weight.T + bias``."""
+
+    weight: Tensor  # [C, d]
+    bias: Tensor  # [C]
+
+
+class Design:
+    """The rows of a regression: this rank's, standardised over all ranks' as they are used.
+
+    Args:
+        features: This rank's rows ``[n, d]``, of any floating type.
+        together: How the ranks add up.
+        positions: The place of each row among all ranks' rows, ``[n]``; by default rows stand in the order of ranks.
+        budget: How many numbers may be held at a time.
+        outputs: How many numbers are predicted of a row.
+    """
+
+    def __init__(
+        self, features: Tensor, together: Together, positions: Tensor | None, budget: int, outputs: int = 1
+    ) -> None:
+        self.features, self.together = features, together
+        self.dim = features.shape[1]
+        self.chunk = min(1024 if features.device.type == "cpu" else 2**30, max(16, budget // (2 * self.dim)))
+        self.total, self.positions = place_rows(len(features), together, features.device, positions)
+        self.given = torch.promote_types(features.dtype, torch.float32)
+        small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
+        self.dtype = torch.float64 if small else self.given
+        self.mean = torch.zeros(self.dim, dtype=self.dtype, device=features.device)
+        sums = together.sum(lambda: [self._column_sums(squared=False)], [(self.dim,)])[0]
+        self.mean = (sums / self.total).to(self.dtype)
+        variance = together.sum(lambda: [self._column_sums(squared=True)], [(self.dim,)])[0] / self.total
+        # A constant feature carries nothing: its roundoff must not be blown up to variance 1.
+        constant = variance <= (torch.finfo(self.given).eps * self.mean.double().abs()) ** 2 * 16
+        self.scale = torch.where(constant, 0, variance.rsqrt())
+
+    def _column_sums(self, squared: bool) -> Tensor:
+        total = torch.zeros(self.dim, dtype=self.together.wide, device=self.features.device)
+        for rows, _ in self.chunks():
+            x = rows[:, : self.dim]
+            total += (x.square() if squared else x).sum(dim=0)
+        return total
+
+    def chunks(self, some: Tensor | None = None, chunk: int | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
+        """Centred rows with a last column of ones, a few at a time in one buffer, and which they are."""
+        chunk = min(chunk or self.chunk, self.chunk)
+        count = len(self.features) if some is None else len(some)
+        buffer = torch.ones(min(chunk, count), self.dim + 1, dtype=self.dtype, device=self.features.device)
+        for start in range(0, count, chunk):
+            which = slice(start, start + chunk) if some is None else some[start : start + chunk]
+            part = self.features[which]
+            rows = buffer[: len(part)]
+            torch.sub(part, self.mean, out=rows[:, : self.dim])  # in the buffer's precision
+            yield rows, which
+
+    def raw(self, weight: Tensor) -> LinearProbeResult:
+        """Weights ``[C, d + 1]`` of standardised rows in the units of the features."""
+        scaled = weight[:, : self.dim] * self.scale
+        bias = weight[:, self.dim] - scaled @ self.mean.to(scaled)
+        return LinearProbeResult(scaled.to(self.given), bias.to(self.given))
+
+    def standard(self, fitted: LinearProbeResult) -> Tensor:
+        """The inverse of :meth:`raw`."""
+        weight, bias = (part.to(self.scale) for part in fitted)
+        deviation = torch.where(self.scale > 0, 1 / self.scale, 0)
+        return torch.cat([weight * deviation, (bias + weight @ self.mean.to(weight))[:, None]], dim=1)
+
+
+def place_rows(
+    rows: int, together: Together, device: torch.device, positions: Tensor | None = None
+) -> tuple[int, Tensor]:
+    """Collective: how many rows all ranks have, and the places of this rank's among them."""
+    counts = [int(count) for count in together.gather(lambda: rows)]
+    if positions is None:
+        positions = torch.arange(rows) + sum(counts[: together.rank])
+    return sum(counts), positions.to(device)
+
+
+class Classes:
+    """Softmax and cross-entropy of one class a row."""
+
+    def __init__(self, design: Design, labels: Tensor, num_classes: int) -> None:
+        self.design, self.labels, self.outputs = design, labels, num_classes
+
+    def loss(self, weight: Tensor, some: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The sums over this rank's rows of the cross-entropy of logits x W^T, and of its gradient, in one pass.
+
+        With rows of zeros up to a multiple of 16 classes: products of other heights take several times as long.
+        """
+        classes = self.outputs
+        weight = F.pad(weight, (0, 0, 0, -classes % 16))
+        loss = torch.zeros((), dtype=self.design.together.wide, device=weight.device)
+        grad = torch.zeros_like(weight, dtype=loss.dtype)
+        for rows, which in self.design.chunks(some, BUDGET // (2 * len(weight))):
+            logits = weight @ rows.T  # C x n
+            z, truth = logits[:classes], self.labels[which][None]
+            z -= z.gather(0, truth)  # relative to the true class
+            top = z.amax(dim=0, keepdim=True)
+            total = z.sub_(top).exp_().sum(dim=0, keepdim=True)
+            loss += (total.log() + top).sum()
+            z.div_(total).scatter_add_(0, truth, torch.full_like(top, -1.0))
+            logits[classes:] = 0
+            grad += logits @ rows
+        return loss, grad[:classes]
+
+    def settle(self, gradient: Tensor) -> Tensor:
+        """Adding one vector to all classes changes nothing: take out what rounding adds in that direction."""
+        return gradient - gradient.mean(dim=0)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.softmax(dim=1)
+
+    def uncertainty(self, p: Tensor) -> Tensor:
+        """The trace of each row's Hessian over outputs."""
+        return 1 - p.square().sum(dim=1)
+
+    def spread(self, p: Tensor) -> Tensor:
+        """The sum over rows of the Hessian over outputs, ``[C, C]``."""
+        return torch.diag(p.sum(dim=0)) - p.T @ p
+
+    def along(self, p: Tensor, directions: Tensor) -> Tensor:
+        """Each row's curvature along directions of the outputs (columns)."""
+        return p @ directions.square() - (p @ directions).square()
+
+
+class Attributes(Classes):
+    """A sigmoid and binary cross-entropy for each of several attributes of a row; `labels` are 0 or 1, ``[n, C]``."""
+
+    def loss(self, weight: Tensor, some: Tensor | None) -> tuple[Tensor, Tensor]:
+        loss = torch.zeros((), dtype=self.design.together.wide, device=weight.device)
+        grad = torch.zeros_like(weight, dtype=loss.dtype)
+        for rows, which in self.design.chunks(some, BUDGET // (4 * len(weight))):
+            logits, truth = rows @ weight.T, self.labels[which].to(rows.dtype)
+            loss += F.binary_cross_entropy_with_logits(logits, truth, reduction="sum")
+            grad += (logits.sigmoid_() - truth).T @ rows
+        return loss, grad
+
+    def settle(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def uncertainty(self, p: Tensor) -> Tensor:
+        return (p - p.square()).sum(dim=1)
+
+    def spread(self, p: Tensor) -> Tensor:
+        return torch.diag((p - p.square()).sum(dim=0))
+
+    def along(self, p: Tensor, directions: Tensor) -> Tensor:
+        return (p - p.square()) @ directions.square()
+
+
+@torch.no_grad()
+def fit_linear_probe(
+    features: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    l2: float = 1e-4,
+    max_iter: int = 500,
+    tolerance: float = 1e-3,
+    start: LinearProbeResult | None = None,
+    sharded: bool = False,
+    positions: Tensor | None = None,
+    budget: int = BUDGET,
+) -> LinearProbeResult:
+    r"""Fit multinomial logistic regression to convergence by L-BFGS.
+
+    Minimises the mean cross-entropy plus :math:`\frac{\lambda}{2} \|W\|_F^2` over W and an unpenalised bias, on
+    features standardised to mean 0 and variance 1. In scikit-learn's terms :math:`\lambda = 1 / (C N)`. With `labels`
+    of several attributes a row, each has its own sigmoid and binary cross-entropy, and the loss is their sum.
+
+    The search is preconditioned by the Hessian's diagonal in the eigenbasis of its Kronecker factors: an order of
+    magnitude fewer steps than on raw features, to the same optimum. Memory beyond the features is bounded.
+
+    Args:
+        features: ``[N, d]``.
+        labels: integers in [0, num_classes), at least two different ones, ``[N]``; or zeros and ones ``[N, C]``.
+        num_classes: the number of classes C.
+        l2: :math:`\lambda`, positive.
+        max_iter: a limit on the steps; reached only in degenerate cases.
+        tolerance: stop when the norm of the whitened gradient is at most that: half its square is about what the
+            objective has still to fall.
+        start: weights to begin with, of an earlier fit of similar features.
+        sharded: each rank passes its own rows (also none), all call together and get the same weights.
+        positions: the place of each of this rank's rows among all ranks' rows, ``[N]``: with it the result does not
+            depend on which rank has which row; by default rows stand in the order of ranks.
+        budget: how many numbers a chunk may hold.
+
+    Returns:
+        Weight ``[C, d]`` and bias ``[C]`` in the units of the raw features.
+
+    Example:
+        >>> x = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
+        >>> weight, bias = fit_linear_probe(x, torch.tensor([0, 0, 1, 1]), num_classes=2)
+        >>> (x @ weight.T + bias).argmax(dim=1)
+        tensor([0, 0, 1, 1])
+    """
+    return fit_linear_path(features, labels, num_classes, [l2], max_iter, tolerance, start, sharded, positions, budget)[
+        0
+    ]
+
+
+@torch.no_grad()
+def fit_linear_path(
+    features: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    l2: Sequence[float],
+    max_iter: int = 500,
+    tolerance: float = 1e-3,
+    start: LinearProbeResult | None = None,
+    sharded: bool = False,
+    positions: Tensor | None = None,
+    budget: int = BUDGET,
+) -> list[LinearProbeResult]:
+    """Fit :func:`fit_linear_probe` for several penalties, each from where the stronger one before it ended.
+
+    The steps' curvature is kept along the path, the penalty's own part of it corrected exactly: ten values cost little
+    more than one or two.
+
+    Args:
+        features: See :func:`fit_linear_probe`, as for all but `l2`.
+        labels: The classes or attributes.
+        num_classes: How many there are.
+        l2: The penalties, in any order.
+        max_iter: A limit on the steps of each.
+        tolerance: Of each.
+        start: Weights to begin with.
+        sharded: Whether each rank passes its own rows.
+        positions: The places of rows among all ranks'.
+        budget: How many numbers a chunk may hold.
+
+    Returns:
+        The models, in the order of `l2`.
+
+    Example:
+        >>> x = torch.tensor([[-2.0], [-1.0], [1.0], [2.0]])
+        >>> strong, weak = fit_linear_path(x, torch.tensor([0, 0, 1, 1]), 2, [1.0, 1e-3])
+        >>> bool(strong.weight.norm() < weak.weight.norm())
+        True
+    """
+    if not len(l2):
+        raise ValueError("`l2` must hold at least one penalty, got none")
+    for value in l2:
+        check_positive(value, "l2")
+    together = Together(features.device, sharded)
+    with torch.inference_mode(False):  # a caller's inference mode would forbid in-place updates
+        labels = labels.to(features.device).clone()
+        several = labels.ndim == 2
+        _check(features, labels, num_classes, together)
+        design = Design(features, together, positions, budget, num_classes)
+        loss = (Attributes if several else Classes)(design, labels if several else labels.long(), num_classes)
+        descent = Descent(loss)
+        if start is not None:
+            descent.begin(together.run(lambda: design.standard(start)))
+        stages = [] if start is not None else [(max(l2) * factor, None) for factor in _STAGES]
+        wanted = sorted(((value, i) for i, value in enumerate(l2)), reverse=True)
+        fitted: dict[int, LinearProbeResult] = {}
+        trail: list[tuple[float, Tensor]] = []  # the optimum moves about evenly with the logarithm of the penalty
+        for value, i in [*((value, i) for value, i in stages if value < 0.1), *wanted]:
+            if not trail and start is None and tolerance < _ROUGH:
+                # A quarter of the rows, where they are many, is enough to come near.
+                quarter = ((design.positions // 64) % 4 == 0).nonzero().flatten()
+                some = quarter if design.total >= 64 * design.dim else None
+                descent.minimise(value, Curvature(loss), _ROUGH, max_iter, some)
+            if len(trail) >= 2 and trail[-2][0] > trail[-1][0] > value:
+                (first, a), (second, b) = trail[-2:]
+                descent.leap(value, b + (b - a) * (math.log(value / second) / math.log(second / first)))
+            if len(trail) % _EVERY == 0:
+                curvature = Curvature(loss, descent.weight)
+            weight = descent.minimise(value, curvature, tolerance if i is not None else 4 * tolerance, max_iter)
+            trail = [*trail, (value, weight)]
+            if i is not None:
+                fitted[i] = design.raw(weight)
+    return [fitted[i] for i in range(len(l2))]
+
+
+def _check(features: Tensor, labels: Tensor, num_classes: int, together: Together) -> None:
+    """Collective: refuse on all ranks what any of them cannot use."""
+
+    def look() -> list[Tensor]:
+        check_rows(features, "features", min_rows=2 if together.ranks == 1 else 0)
+        if labels.ndim == 2:
+            if labels.shape != (len(features), num_classes) or bool(((labels != 0) & (labels != 1)).any()):
+                raise ValueError(
+                    f"`labels` must be zeros and ones of shape {(len(features), num_classes)}, one column a class, got "
+                    f"{tuple(labels.shape)} of {labels.dtype}"
+                )
+            return [labels.double().sum(dim=0).ne(0).double()]
+        check_labels(labels, num_classes, len(features))
+        return [F.one_hot(labels.long().unique(), num_classes).sum(dim=0).double()]
+
+    present = together.sum(look, [(num_classes,)])[0]
+    if labels.ndim == 1 and int((present > 0).sum()) < 2:
+        raise ValueError("`labels` hold one class only; a probe needs at least two: check the split")
+
+
+@torch.no_grad()
+def fit_ridge(
+    features: Tensor,
+    targets: Tensor,
+    l2: Sequence[float],
+    sharded: bool = False,
+    positions: Tensor | None = None,
+    budget: int = BUDGET,
+) -> list[LinearProbeResult]:
+    r"""Ridge regression of continuous targets in closed form, for several penalties at once.
+
+    Minimises :math:`\frac{1}{2N} \sum \|y - W x - b\|^2 + \frac{\lambda}{2} \|W\|^2` on standardised features, by one
+    eigendecomposition of their second moment, which is summed over ranks.
+
+    Args:
+        features: ``[N, d]``; see :func:`fit_linear_probe`, as for `sharded`, `positions` and `budget`.
+        targets: floating point, ``[N, T]``.
+        l2: the penalties.
+        sharded: whether each rank passes its own rows.
+        positions: the places of rows among all ranks'.
+        budget: how many numbers a chunk may hold.
+
+    Returns:
+        The models in the units of the features and the targets, in the order of `l2`.
+
+    Example:
+        >>> x = torch.tensor([[-1.0], [0.0], [1.0]])
+        >>> weight, bias = fit_ridge(x, 3 * x + 2, [1e-9])[0]
+        >>> weight.round(decimals=4), bias.round(decimals=4)
+        (tensor([[3.]]), tensor([2.]))
+    """
+    for value in l2:
+        check_positive(value, "l2")
+    together = Together(features.device, sharded)
+
+    def look() -> list[Tensor]:
+        check_rows(features, "features", min_rows=2 if together.ranks == 1 else 0)
+        if targets.ndim != 2 or len(targets) != len(features) or not targets.is_floating_point():
+            raise ValueError(
+                f"`targets` must be floating point [{len(features)}, T], got {tuple(targets.shape)} of {targets.dtype}"
+            )
+        check_rows(targets, "targets", min_rows=0)
+        return [targets.sum(dim=0, dtype=together.wide)]
+
+    sums = together.sum(look, [(targets.shape[1],)])[0]
+    design = Design(features, together, positions, budget)
+    centre = sums / design.total
+    dim, outputs = design.dim, targets.shape[1]
+
+    def moments() -> list[Tensor]:
+        gram = torch.zeros(dim, dim, dtype=together.wide, device=features.device)
+        cross = torch.zeros(outputs, dim, dtype=together.wide, device=features.device)
+        for rows, which in design.chunks():
+            x = rows[:, :dim]
+            gram += x.T @ x
+            cross += (targets[which].to(together.wide) - centre).to(x.dtype).T @ x
+        return [gram, cross]
+
+    gram, cross = together.sum(moments, [(dim, dim), (outputs, dim)])
+    scale = design.scale
+
+    def solve() -> list[LinearProbeResult]:
+        values, vectors = torch.linalg.eigh(gram * scale * scale[:, None] / design.total)
+        turned = cross * scale @ vectors / design.total
+        weights = [turned / (values.clamp_min(0) + penalty) @ vectors.T for penalty in l2]
+        return [design.raw(torch.cat([weight, centre[:, None]], dim=1)) for weight in weights]
+
+    solved: list[LinearProbeResult] = together.run(solve)
+    return solved
