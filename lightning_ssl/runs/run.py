@@ -28,7 +28,7 @@ import lightning_ssl.methods  # noqa: F401
 from lightning_ssl.callbacks import Probe
 from lightning_ssl.distributed import rank, world_size
 from lightning_ssl.folder import run_dir
-from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
+from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, UnreadableError, readable
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
 from lightning_ssl.runs.owner import evaluation_name, is_run, one_of_many, refusal, run_meant, started_again
@@ -84,7 +84,7 @@ class RunCLI(LightningCLI):
                     raise error
             raise error
         except CheckpointError as found:
-            self.parser.exit(1 if self.reading is None else 2, f"lightning-ssl: error: {found}\n")
+            self.parser.exit(2 if isinstance(found, UnreadableError) else 1, f"lightning-ssl: error: {found}\n")
         except (MisconfigurationException, FileNotFoundError, Disagreement):
             self.parser.exit(2, f"lightning-ssl: error: {error}\n")
         except RuntimeError as found:
