@@ -238,8 +238,11 @@ def test_every_logged_key_is_declared(tmp_path):
         EigenspaceAlignment(every_n_steps=1),
         CovarianceOperatorNorm(every_n_steps=2),
         KNNProbe("backbone", data, k=5),
-        LinearProbe("backbone", data, name="line"),
+        LinearProbe("backbone", data, name="line", l2=[1e-3, 1e-2]),
     ]
+    for targets, cls in (("multilabel", strangers.Attributes), ("continuous", strangers.Values)):
+        other = tuple(strangers.loader(cls(n)) for n in (32, 16))
+        callbacks += [probe("backbone", other, name=targets, targets=targets) for probe in (KNNProbe, LinearProbe)]
     run = trainer(callbacks, logger=history, default_root_dir=tmp_path)
     run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(32)), strangers.loader(strangers.Pairs(8)))
     known = quantities.declared(callbacks)
