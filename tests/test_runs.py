@@ -68,6 +68,7 @@ def test_a_folder_belongs_to_one_run(folder, capsys):  # noqa: F811
     assert not Path("runs/keep/config-2.yaml").exists()
 
 
+@pytest.mark.slow
 def test_last_is_the_last_of_the_run_that_is_meant(folder, capsys):  # noqa: F811
     main(["fit", "--name=healthy", *QUICK, *FEW])
     main(["fit", "--name=other", "--model=BYOL", *QUICK, *FEW])
