@@ -261,7 +261,7 @@ def facts(module: Any) -> list[str]:
 
 def _told(monitor: Any, history: dict[str, Series]) -> list[dict[str, Any]]:
     if hasattr(monitor.verdict, "places"):
-        return [_place(place) for place in monitor.verdict.places]
+        return [_place(place, _begun(place, monitor.verdict.turns)) for place in monitor.verdict.places]
     start = f"collapse/{monitor.name}/" if monitor.name else "collapse/"
     looks = history.get(f"{start}verdict")
     if looks is None or not len(looks):
@@ -278,7 +278,16 @@ def _told(monitor: Any, history: dict[str, Series]) -> list[dict[str, Any]]:
     return [{**told, "step": turned[0] if turned else None, "cause": cause, "remedy": "", "forecast": ""}]
 
 
-def _place(place: Any) -> dict[str, Any]:
+def _begun(place: Any, turns: Any) -> int | None:
+    """The step at which a place was healthy last, before it turned to one kind of collapse or, later, another."""
+    begun = None
+    for turn in turns:
+        if turn.place == place.place:  # a forecast is of a place that is healthy yet
+            begun = None if turn.after in ("healthy", "forecast") else turn.step if begun is None else begun
+    return place.since if begun is None else begun
+
+
+def _place(place: Any, begun: int | None) -> dict[str, Any]:
     evidence = []
     for item in place.evidence:
         start = "" if item.start is None else f" ({item.start:.3g} at the start)"
@@ -290,7 +299,7 @@ def _place(place: Any) -> dict[str, Any]:
         "main": place.main,
         "kind": "healthy" if healthy else f"{place.kind} collapse",
         "healthy": healthy,
-        "step": None if healthy else place.since,
+        "step": None if healthy else begun,
         "evidence": "; ".join(evidence) or f"looked at up to step {place.step}",
         "cause": place.cause,
         "remedy": place.remedy,

@@ -211,6 +211,7 @@ def test_noise_is_no_parting():
     rng, steps = np.random.default_rng(0), range(0, 1000, 10)
     one, two, leaves = ([(s, 1.0 + 0.05 * rng.normal() + (s > 500) * away) for s in steps] for away in (0, 0, 1))
     assert first_parting(one, two) is None
+    assert first_parting(one, [(s, v + 2 * (s == 300)) for s, v in two]) is None  # a spike is none either
     assert first_parting(one, leaves)[0] in range(510, 530)
     assert first_parting([(0, 0.3), (99, 0.8)], [(0, 0.3), (99, 0.1)])[0] == 99
     assert first_parting([], one) is None and first_parting([(0, 1.0)], [(5, 2.0)]) is None

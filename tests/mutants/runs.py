@@ -281,7 +281,7 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/report/page.py",
-        '.replace("<", "\\u003c")',
+        '.replace("<", "\\\\u003c")',
         "",
         "tests/reliability/test_security.py -k report",
     ),
