@@ -9,6 +9,7 @@ their own (`tests.pretend.run`).
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -306,6 +307,7 @@ def trainer(**kwargs: Any) -> L.Trainer:
         enable_checkpointing=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
+        default_root_dir=tempfile.mkdtemp(),  # not the working folder: callbacks write files
     )
     strategy = SingleDeviceStrategy(device=DEVICE)
     return L.Trainer(accelerator=PretendAccelerator(), devices=1, strategy=strategy, **{**settings, **kwargs})
