@@ -32,6 +32,7 @@ from lightning_ssl.functional.predictor import (
     predictor_values,
 )
 from lightning_ssl.functional.probes import fit_linear_probe, knn_predict
+from lightning_ssl.functional.span import predictor_values_of_rows
 from lightning_ssl.functional.spread import spread
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "optimal_predictor",
     "pair_weight",
     "predictor_values",
+    "predictor_values_of_rows",
     "principal_plane",
     "second_moment",
     "simple_contrastive_loss",
