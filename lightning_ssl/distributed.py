@@ -128,6 +128,15 @@ def is_in_pieces(x: Any) -> bool:
     return isinstance(x, Tensor) and hasattr(x, "full_tensor")
 
 
+def to_pieces(*modules: Any) -> None:
+    """Let modules cut by FSDP2 hold their pieces: after a forward pass some hold whole copies, to write into which is
+    of no use."""
+    for module in modules:
+        for part in module.modules():
+            if hasattr(part, "reshard"):
+                part.reshard()
+
+
 def whole(x: Tensor) -> Tensor:
     """All of a tensor on each rank, outside the graph; a collective where it is in pieces."""
     x = x.detach()

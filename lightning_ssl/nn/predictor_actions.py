@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.distributed import all_reduce_sum, broadcast, is_in_pieces, put_, whole
+from lightning_ssl.distributed import all_reduce_sum, broadcast, is_in_pieces, put_, to_pieces, whole
 from lightning_ssl.functional import direct_predictor, optimal_predictor
 from lightning_ssl.functional.roots import relative_root
 from lightning_ssl.nn.partitioned import PartitionedLinear
@@ -36,6 +36,7 @@ def linear_of(predictor: nn.Module, action: str) -> nn.Linear:
 @torch.no_grad()
 def symmetrize_(predictor: nn.Module) -> None:
     """Replace the weight by its symmetric part, W <- (W + W^T)/2 (DirectPred Sec. 4)."""
+    to_pieces(predictor)
     weight = linear_of(predictor, "symmetrising").weight
     full = whole(weight)
     put_(weight, (full + full.T) / 2)
@@ -54,6 +55,7 @@ def symmetrize_two_layers_(predictor: nn.Module) -> None:
             f"symmetrising two layers needs linear layers of sizes (d, h) and (h, d), got {type(predictor).__name__} "
             f"with linear layers of (in, out) sizes {shapes}"
         )
+    to_pieces(predictor)
     first, second = linears
     mean = (whole(first.weight) + whole(second.weight).T) / 2
     put_(first.weight, mean)
@@ -78,6 +80,7 @@ def reset_parameters_(
         raise ValueError(f"`init` must be one of {', '.join(get_args(PredictorInit))}, got {init!r}")
     if init in ("uniform", "positive") and not (init_range is not None and init_range > 0):
         raise ValueError(f"init={init!r} needs a positive `init_range`, got {init_range}")
+    to_pieces(predictor)
     # On the CPU: the device's generator is left alone and the draw is the same on any device.
     with _drawn_on_cpu(predictor), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -215,6 +218,7 @@ class DirectPredictorUpdate:
 
         A collective: all ranks call it, each having called :meth:`update`.
         """
+        to_pieces(predictor)
         weight = self._weight_of(predictor)
         if self._sums is None or self._counts is None:
             raise RuntimeError(
