@@ -120,6 +120,28 @@ class _GatherRows(torch.autograd.Function):
         return all_reduce_sum(grad.contiguous())[ctx.start : ctx.start + ctx.rows], None
 
 
+def sum_over_ranks(x: Tensor, same_after: bool = False) -> Tensor:
+    """The sum of the ranks' tensors of one shape, differentiable.
+
+    Args:
+        x: This rank's.
+        same_after: What each rank makes of the sum is the same on all of them, down to its loss: the gradient then is
+            known without a collective.
+    """
+    return x if world_size() == 1 else _SumOverRanks.apply(x, same_after)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, same_after: bool) -> Tensor:
+        ctx.same_after = same_after
+        return all_reduce_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * world_size() if ctx.same_after else all_reduce_sum(grad), None
+
+
 # Tensors that a strategy keeps in pieces (FSDP2) ----------------------------------------------------------------------
 
 
