@@ -13,6 +13,7 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_ssl.data import cached, transforms
+from lightning_ssl.precision import exact_products
 from lightning_ssl.rng import uniforms
 
 _LARGE = 64  # sides of views that are worth making a few at a time on a CPU
@@ -281,7 +282,8 @@ def carry_out(
         Views, [B, 3, size, size].
     """
     make = cached.carry_out if image.device.type == "cpu" and size >= _LARGE else all_at_once
-    return make(plan, recipe, image, size, mean, std)
+    with exact_products():
+        return make(plan, recipe, image, size, mean, std)
 
 
 def all_at_once(

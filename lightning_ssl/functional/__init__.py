@@ -46,6 +46,7 @@ from lightning_ssl.functional.quality import (
     wasserstein_uniformity,
 )
 from lightning_ssl.functional.regression import fit_linear_path, fit_linear_probe, fit_ridge
+from lightning_ssl.functional.span import predictor_values_of_rows
 from lightning_ssl.functional.spread import spread
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "optimal_predictor",
     "pair_weight",
     "predictor_values",
+    "predictor_values_of_rows",
     "principal_plane",
     "prototype_use",
     "rankme",

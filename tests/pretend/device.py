@@ -100,16 +100,17 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> DeviceTensor:
-        outer = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=DEVICE,
-            requires_grad=requires_grad,
-        )
+        with torch.inference_mode(False):  # or views of what was made outside of it cannot be made inside
+            outer = torch.Tensor._make_wrapper_subclass(
+                cls,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                layout=inner.layout,
+                device=DEVICE,
+                requires_grad=requires_grad,
+            )
         outer.inner = inner
         return outer
 
