@@ -15,6 +15,7 @@ from lightning_ssl.callbacks.representation_circle import RepresentationCircle
 from lightning_ssl.callbacks.run_report import RunReport
 from lightning_ssl.callbacks.symmetric_predictor import SymmetricPredictor
 from lightning_ssl.callbacks.uniformity_alignment import UniformityAlignment
+from lightning_ssl.callbacks.verdict import Evidence, Forecast, PlaceVerdict, Turn, Verdict
 from lightning_ssl.callbacks.wandb_setup import WandbSetup
 from lightning_ssl.callbacks.watcher import Watcher
 from lightning_ssl.quantities import Quantity
@@ -27,15 +28,20 @@ __all__ = [
     "DirectPredictor",
     "EffectiveRank",
     "EigenspaceAlignment",
+    "Evidence",
+    "Forecast",
     "KNNProbe",
     "LinearProbe",
+    "PlaceVerdict",
     "PredictorReset",
     "Probe",
     "Quantity",
     "RepresentationCircle",
     "RunReport",
     "SymmetricPredictor",
+    "Turn",
     "UniformityAlignment",
+    "Verdict",
     "WandbSetup",
     "Watcher",
 ]

@@ -14,7 +14,7 @@ from lightning_ssl.folder import run_dir
 from lightning_ssl.quantities import Quantity, declared
 
 MOST_POINTS = 1000  # of a curve
-VERDICTS = ("healthy", "dimensional collapse", "complete collapse")
+VERDICTS = ("healthy", "partial collapse", "dimensional collapse", "complete collapse")
 
 
 class RunReport(L.Callback):
@@ -103,7 +103,7 @@ class RunReport(L.Callback):
             first, last = (form.format(points[i][1]) for i in (0, -1))
             lines.append(f"  {words:{width}}  {first:>8}  {last:>8}")
         if verdicts := [values for key, values in sorted(self.history.items()) if key.endswith("collapse/verdict")]:
-            lines.append(f"  collapse: {VERDICTS[max(0, min(2, round(verdicts[0][-1][1])))]}")
+            lines.append(f"  collapse: {VERDICTS[max(0, min(3, round(verdicts[0][-1][1])))]}")
         if self._folder is not None:
             if self.html:
                 lines.append(f"  report and curves: {self._folder / 'report.html'}")

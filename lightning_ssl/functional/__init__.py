@@ -45,7 +45,7 @@ from lightning_ssl.functional.quality import (
     target_lag,
     wasserstein_uniformity,
 )
-from lightning_ssl.functional.spread import spread
+from lightning_ssl.functional.spread import spread, unbiased_participation, variance_shape
 
 __all__ = [
     "alignment",
@@ -89,6 +89,8 @@ __all__ = [
     "squared_distance",
     "stable_rank",
     "target_lag",
+    "unbiased_participation",
     "uniformity",
+    "variance_shape",
     "wasserstein_uniformity",
 ]

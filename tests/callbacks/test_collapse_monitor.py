@@ -35,36 +35,36 @@ def test_a_healthy_run_is_healthy():
 
 def test_it_takes_as_many_observations_as_patience_says():
     falling = [1, 0.12, 0.1, 0.08, 0.06, 0.04]
-    assert verdicts(CollapseMonitor(patience=1), falling) == [0, 2, 2, 2, 2, 2]
-    assert verdicts(CollapseMonitor(patience=2), falling) == [0, 0, 2, 2, 2, 2]
-    assert verdicts(CollapseMonitor(patience=4), falling) == [0, 0, 0, 0, 2, 2]
+    assert verdicts(CollapseMonitor(patience=1), falling) == [0, 3, 3, 3, 3, 3]
+    assert verdicts(CollapseMonitor(patience=2), falling) == [0, 0, 3, 3, 3, 3]
+    assert verdicts(CollapseMonitor(patience=4), falling) == [0, 0, 0, 0, 3, 3]
 
 
 def test_a_suspicion_must_not_be_interrupted():
-    assert verdicts(CollapseMonitor(patience=3), [1, 0.1, 0.08, 0.5, 0.07, 0.06, 0.05]) == [0, 0, 0, 0, 0, 0, 2]
+    assert verdicts(CollapseMonitor(patience=3), [1, 0.1, 0.08, 0.5, 0.07, 0.06, 0.05]) == [0, 0, 0, 0, 0, 0, 3]
 
 
 def test_a_narrow_network_that_opens_up_is_not_one_that_falls():
     # Between a half of the threshold and the threshold only what still falls by a tenth is collapse.
     assert verdicts(CollapseMonitor(), [1, 0.14, 0.139, 0.138, 0.137]) == [0] * 5
-    assert verdicts(CollapseMonitor(), [1, 0.14, 0.12, 0.1, 0.09])[-1] == 2
-    assert verdicts(CollapseMonitor(), [1, 0.07, 0.07])[-1] == 2  # below half of it in any case
+    assert verdicts(CollapseMonitor(), [1, 0.14, 0.12, 0.1, 0.09])[-1] == 3
+    assert verdicts(CollapseMonitor(), [1, 0.07, 0.07])[-1] == 3  # below half of it in any case
 
 
 def test_a_network_born_narrow_is_judged_by_its_own_start():
     assert verdicts(CollapseMonitor(), [0.1, 0.09, 0.08, 0.07, 0.06]) == [0] * 5  # not below half of the start
-    assert verdicts(CollapseMonitor(), [0.1, 0.045, 0.03])[-1] == 2
+    assert verdicts(CollapseMonitor(), [0.1, 0.045, 0.03])[-1] == 3
 
 
 def test_the_threshold_is_the_one_given():
-    assert verdicts(CollapseMonitor(complete=0.4), [1, 0.35, 0.3, 0.25])[-1] == 2
+    assert verdicts(CollapseMonitor(complete=0.4), [1, 0.35, 0.3, 0.25])[-1] == 3
     assert verdicts(CollapseMonitor(complete=0.1), [1, 0.35, 0.3, 0.25])[-1] == 0
 
 
 def test_a_few_dimensions_are_dimensional_collapse():
-    assert verdicts(CollapseMonitor(), [1, 1, 1], dims=2) == [0, 1, 1]
+    assert verdicts(CollapseMonitor(), [1, 1, 1], dims=2) == [0, 2, 2]
     assert verdicts(CollapseMonitor(), [1, 1, 1], dims=6) == [0, 0, 0]
-    assert verdicts(CollapseMonitor(dimensional=8), [1, 1, 1], dims=6) == [0, 1, 1]
+    assert verdicts(CollapseMonitor(dimensional=8), [1, 1, 1], dims=6) == [0, 2, 2]
 
 
 def test_few_rows_are_not_few_dimensions():
@@ -73,7 +73,7 @@ def test_few_rows_are_not_few_dimensions():
 
 def test_a_verdict_is_taken_back_when_features_spread():
     monitor = CollapseMonitor()
-    assert verdicts(monitor, [1, 0.05, 0.04, 0.9]) == [0, 0, 2, 0]
+    assert verdicts(monitor, [1, 0.05, 0.04, 0.9]) == [0, 0, 3, 0]
 
 
 class Falling(strangers.MeanLoss):
@@ -102,4 +102,4 @@ def test_state_goes_on_where_it_stopped():
     first, second = CollapseMonitor(), CollapseMonitor()
     verdicts(first, [0.8, 0.1])
     second.load_state_dict(first.state_dict())
-    assert verdicts(second, [0.08]) == [2] and second._baseline == first._baseline
+    assert verdicts(second, [0.08]) == [3] and second._judges["projector"].first == first._judges["projector"].first
