@@ -59,7 +59,7 @@ def _looks(arrays: Any, place: str, run: Run) -> list[Look]:
         m = n - 1
         corrected = m * m / ((m - 1) * (m + 2)) * (square - trace * trace / m)
         participation = trace**2 / max(corrected, trace**2 / dim, 1e-300)
-        std = float((C.diagonal() / n * dim).clamp_min(0).sqrt().mean())
+        deviation = math.sqrt(trace * m / n)
         window = [t]
         while sum(rows[k] for k in window) < min(2 * dim, MOST_ROWS) and window[0] - every >= 0:
             window.insert(0, window[0] - every)
@@ -78,7 +78,7 @@ def _looks(arrays: Any, place: str, run: Run) -> list[Look]:
             shape = float(seen.rank), float(seen.alive)
         noise = float(arrays[f"{place}/alignment"][t]) / 2 / max(trace, 1e-300)
         limit = min(dim, n - 1, width)
-        found.append(Look(t * EVERY, std, participation, *shape, limit, noise, rows=total))
+        found.append(Look(t * EVERY, deviation, participation, *shape, limit, noise, rows=total))
     return found
 
 
@@ -100,15 +100,19 @@ def _end(arrays: Any) -> dict[str, float]:
         unit = unit - unit.mean(0)
         values = torch.linalg.eigvalsh(unit.T @ unit / len(unit)).clamp_min(0)
         shape = variance_shape_of(values, x.shape[1], 1e-6)
-        std = float((unit.square().mean(0) * x.shape[1]).sqrt().mean())
-        found |= {f"{name}_std": std, f"{name}_rank": float(shape.rank), f"{name}_alive": float(shape.alive)}
+        found |= {
+            f"{name}_std": float(values.sum().sqrt()),
+            f"{name}_rank": float(shape.rank),
+            f"{name}_alive": float(shape.alive),
+        }
     return found
 
 
 def truth(seen: Seen) -> str:
     """What is true of a run, by its end state on clean images and the probes; the monitor has no part in it.
 
-    "complete": the deviation of the unit features is below a tenth of an even spread's, and of half the start's;
+    "complete": the deviation of the unit features is below a tenth of an even spread's and half of the start's, or
+    below a quarter of the start's and kNN lost five points;
     "dimensional": their variance has a rank below 3 (of what the loss sees), or below a fifth of the start's and the
     probes lost; "partial": fewer than half of the dimensions that had any variance still do; "prototype": assignments
     carry less than a hundredth of the possible information, or have less than a quarter of the possible entropy. Else
@@ -120,9 +124,9 @@ def truth(seen: Seen) -> str:
         mean, entropy, _, most = last[-3:].mean(0)
         if mean < 0.25 * most or mean - entropy < 0.01 * most:
             return "prototype"
-    if end["end_std"] < min(0.1, end["start_std"] / 2):
-        return "complete"
     knn, linear = seen.knn[-2:].mean() - seen.knn[0], seen.linear[-1] - seen.linear[0]
+    if end["end_std"] < min(0.1, end["start_std"] / 2) or (end["end_std"] < end["start_std"] / 4 and knn < -0.05):
+        return "complete"
     if end["end_alive"] < end["start_alive"] / 2:
         return "dimensional" if end["end_rank"] < 3 else "partial"
     if end["end_rank"] < 3 or (end["end_rank"] < end["start_rank"] / 5 and max(knn, linear) < 0):
@@ -168,7 +172,10 @@ def judge(seen: Seen, rules: Rules, places: tuple[str, ...] = ("projector",)) ->
 
 
 def deadline(seen: Seen) -> float:
-    """The step by which a flag must have come: kNN two points below its start, or a quarter of the run."""
+    """When a flag is still in time: until kNN is two points below its start; a quarter of the run if it never rises."""
+    if not (seen.knn > seen.knn[0] + 0.01).any():
+        return seen.run.steps / 4
     fallen = seen.knn_step[seen.knn < seen.knn[0] - 0.02]
-    rose = (seen.knn > seen.knn[0]).any()
-    return float(fallen[0]) if len(fallen) and not rose else float(fallen[0]) if len(fallen) else seen.run.steps / 4
+    begun = seen.run.steps / 3 if seen.run.cut else seen.run.steps / 2 if seen.run.late else 0.0
+    fallen = fallen[fallen > begun]  # what was broken later
+    return float(fallen[0]) if len(fallen) else math.inf

@@ -7,6 +7,7 @@ from lightning_ssl.callbacks.diagnostic import Diagnostic
 from lightning_ssl.callbacks.direct_predictor import DirectPredictor
 from lightning_ssl.callbacks.effective_rank import EffectiveRank
 from lightning_ssl.callbacks.eigenspace_alignment import EigenspaceAlignment
+from lightning_ssl.callbacks.feature_quality import FeatureQuality, PrototypeUse, TargetLag
 from lightning_ssl.callbacks.knn_probe import KNNProbe
 from lightning_ssl.callbacks.linear_probe import LinearProbe
 from lightning_ssl.callbacks.predictor_reset import PredictorReset
@@ -29,16 +30,19 @@ __all__ = [
     "EffectiveRank",
     "EigenspaceAlignment",
     "Evidence",
+    "FeatureQuality",
     "Forecast",
     "KNNProbe",
     "LinearProbe",
     "PlaceVerdict",
     "PredictorReset",
     "Probe",
+    "PrototypeUse",
     "Quantity",
     "RepresentationCircle",
     "RunReport",
     "SymmetricPredictor",
+    "TargetLag",
     "Turn",
     "UniformityAlignment",
     "Verdict",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ssl.callbacks.verdict import Evidence, Kind, PlaceVerdict
+from lightning_ssl.callbacks.verdict import Evidence, Forecast, Kind, PlaceVerdict
 
 
 @dataclass(frozen=True)
@@ -19,24 +19,26 @@ class Look:
 
     Attributes:
         step: When.
-        std: Mean deviation of the unit features in units of 1/√d.
+        deviation: Root of the total variance of the unit features: 1 spread over the sphere, 0 one point.
         participation: Participation ratio of their covariance, not bounded by the batch.
         rank: Exponential of the entropy of their variance over directions, of the last few batches.
         alive: How many directions have any variance.
         limit: How many a batch can show: dimensions, rows, the width before the last linear layer.
         noise: The share of the variance that is between views of one sample; NaN where views are not known.
         plain: The participation ratio of the batch as it is.
+        std: The mean over dimensions of the deviation in units of 1/√d; dead dimensions lower it, too.
         rows: Of how many rows rank and live dimensions are.
     """
 
     step: int
-    std: float
+    deviation: float
     participation: float
     rank: float
     alive: float
     limit: float
     noise: float = math.nan
     plain: float = math.nan
+    std: float = math.nan
     rows: float = math.inf
 
 
@@ -47,8 +49,9 @@ class Rules:
     Attributes:
         complete: Deviation below which features are one point.
         dimensional: Rank of the variance below which they are flat.
-        noisy: Participation ratio below which they are flat where views of one sample are as far apart as samples.
-        noise: The share of the variance between views from which that holds.
+        lost: Deviation below which they are one point where views of one sample are as far apart as samples.
+        noisy: Participation ratio below which they are flat in that case.
+        noise: The share of the variance between views from which that is the case.
         partial: The share of the most live dimensions so far below which dimensions were lost.
         narrow: The share of the possible dimensions below which features that never opened up are too few.
         patience: Observations in a row before a verdict turns.
@@ -56,8 +59,9 @@ class Rules:
     """
 
     complete: float = 0.15
-    dimensional: float = 3.0
-    noisy: float = 2.5
+    dimensional: float = 2.75
+    lost: float = 0.2
+    noisy: float = 2.4
     noise: float = 0.85
     partial: float = 0.5
     narrow: float = 0.25
@@ -104,27 +108,68 @@ class Judge:
             self.verdict = PlaceVerdict(self.place, "healthy", look.step, look.step, main=self.main)
         else:
             self.verdict = replace(before, step=look.step)
+        coming = self._trend(look) if self.main and self.verdict.kind == "healthy" else None
+        self.verdict = replace(self.verdict, forecast=coming)
         return self.verdict
+
+    def _trend(self, look: Look) -> Forecast | None:
+        """A collapse to come if the last observations go on; None where they do not tell.
+
+        A straight line through the logarithm of the deviation (or rank): steeper than six of its standard errors and
+        not levelling off, fallen to half of the start or less, the threshold no further ahead than the run has come,
+        and views of one sample no closer than other samples: a run that learns something brings them together.
+        """
+        assert self.first is not None
+        last = self.recent[-TREND:]
+        if len(last) < TREND or not look.noise > self.rules.noise:  # NaN, too
+            return None
+        ahead = float(max(self.count, 2 * TREND))
+        step = (last[-1]["step"] - last[0]["step"]) / (TREND - 1)
+        rules = self.rules
+        for kind, name, threshold in (
+            ("complete", "deviation", rules.lost),
+            ("dimensional", "rank", rules.dimensional),
+        ):
+            now, start = getattr(look, name), getattr(self.first, name)
+            if not threshold < now < start / 2:
+                continue
+            curve = [math.log(max(seen[name], 1e-12)) for seen in last]
+            slope, error = _line(curve)
+            if slope > -6 * error or slope >= -1e-9 or _line(curve[TREND // 2 :])[0] > 0.8 * slope:
+                continue
+            needed = math.log(now / threshold)
+            when, soon, late = needed / -slope, needed / (-slope + 2 * error), needed / (-slope - 2 * error)
+            if when <= ahead:
+                steps = [look.step + round(step * x) for x in (when, soon, late)]
+                return Forecast(kind, *steps, "trend")  # type: ignore[arg-type]
+        return None
 
     def _suspect(self, look: Look) -> tuple[Kind, list[Evidence]]:
         assert self.first is not None
         rules, first = self.rules, self.first
         complete = rules.complete if self.main else rules.complete / 10
-        point = max(min(complete, first.std / 2), complete / 20)
-        if look.std < point:
-            return "complete", [Evidence("std", look.std, first.std, point)]
+        point = max(min(complete, first.deviation / 2), complete / 20)
+        if look.deviation < point:
+            return "complete", [Evidence("deviation", look.deviation, first.deviation, point)]
+        noisy = look.noise > rules.noise
+        lost = min(rules.lost, first.deviation / 2)
+        if self.main and noisy and look.deviation < lost:
+            return "complete", [
+                Evidence("deviation", look.deviation, first.deviation, lost),
+                Evidence("noise", look.noise, first.noise, rules.noise),
+            ]
         # So few rows or dimensions have no more: that is not the network's doing.
         flat = min(rules.dimensional, look.limit / 2)
         if look.rank < flat:
             return "dimensional", [Evidence("rank", look.rank, first.rank, flat)]
-        if look.noise > rules.noise and look.participation < min(rules.noisy, look.limit / 2):
+        if noisy and look.participation < min(rules.noisy, look.limit / 2):
             return "dimensional", [
                 Evidence("participation", look.participation, first.participation, rules.noisy),
                 Evidence("noise", look.noise, first.noise, rules.noise),
             ]
-        lost = rules.partial * self.most_alive
-        if look.alive < lost and look.rows > self.most_alive:  # fewer rows would show fewer
-            return "partial", [Evidence("alive", look.alive, first.alive, lost)]
+        half = rules.partial * self.most_alive
+        if look.alive < half and look.rows > self.most_alive:  # fewer rows would show fewer
+            return "partial", [Evidence("alive", look.alive, first.alive, half)]
         if self.count > rules.opening and look.alive < rules.narrow * look.limit and not self._opens(look):
             return "partial", [Evidence("alive", look.alive, first.alive, rules.narrow * look.limit)]
         return "healthy", []
@@ -142,9 +187,10 @@ class Judge:
             return False
         # A slow start levels off and opens up again; a collapse goes on.
         if kind == "complete":
-            change = look.std / max(self.recent[-2:][0]["std"], 1e-12)
+            change = look.deviation / max(self.recent[-2:][0]["deviation"], 1e-12)
             complete = self.rules.complete if self.main else self.rules.complete / 10
-            return change <= (1.1 if look.std < complete / 2 else 0.9)
+            sure = look.deviation < complete / 2 or look.noise > self.rules.noise
+            return change <= (1.1 if sure else 0.9)
         if kind == "dimensional":
             return look.rank <= 1.1 * self.recent[-2:][0]["rank"]
         return True
@@ -159,6 +205,20 @@ class Judge:
         self.first = None if state["first"] is None else Look(**state["first"])
         self.most_alive, self.count = state["most_alive"], state["count"]
         self.recent, self.verdict = list(state["recent"]), verdict
+
+
+TREND = 8  # observations that a trend is taken of
+
+
+def _line(values: list[float]) -> tuple[float, float]:
+    """Slope of the straight line through equally spaced values, and its standard error."""
+    n = len(values)
+    times = [i - (n - 1) / 2 for i in range(n)]
+    square = sum(t * t for t in times)
+    mean = sum(values) / n
+    slope = sum(t * y for t, y in zip(times, values, strict=True)) / square
+    rest = sum((y - mean - slope * t) ** 2 for t, y in zip(times, values, strict=True))
+    return slope, math.sqrt(rest / (n - 2) / square)
 
 
 def explain(kind: Kind, look: Look, first: Look, facts: Mapping[str, Any]) -> tuple[str, str]:
@@ -287,5 +347,5 @@ class PrototypeJudge:
         return judge
 
 
-ONE_PROTOTYPE = 0.25  # of ln K: what the entropy of the mean assignment falls below
-SAME_ASSIGNMENT = 0.01  # of ln K: what an assignment tells of its sample, at least
+ONE_PROTOTYPE = 0.5  # of ln K: what the entropy of the mean assignment falls below
+SAME_ASSIGNMENT = 0.0015  # of ln K: what an assignment tells of its sample, at least

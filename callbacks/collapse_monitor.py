@@ -35,17 +35,18 @@ class CollapseMonitor(Watcher):
     Watches the projector, which is what the loss sees: a BatchNorm backbone keeps its own features spread even while
     they collapse behind it; and beside it, less often, the backbone, the predictor and the target, where there are any,
     each with a verdict of its own. Logs ``collapse/verdict`` (0 healthy, 1 partial, 2 dimensional, 3 complete or
-    prototype collapse), ``collapse/std`` (the mean standard deviation of the l2-normalised features in units of
-    :math:`1/\sqrt d`: 1 spread, 0 collapsed), ``collapse/rank``, the participation ratio
-    :math:`(\mathrm{tr}\, C)^2 / \mathrm{tr}\, C^2` of their covariance C in the batch, ``collapse/variance_rank``, the
-    exponential of the entropy of the variance over its principal directions, ``collapse/alive``, how many directions
-    have any variance (both of the last few batches), and ``collapse/noise``, the share of the variance that is between
-    views of one sample.
+    prototype collapse), and of the l2-normalised features: ``collapse/deviation``, the root of their total variance (1
+    spread over the sphere, 0 one point); ``collapse/std``, the mean over dimensions of their deviation in units of
+    :math:`1/\sqrt d`; ``collapse/rank``, the participation ratio :math:`(\mathrm{tr}\, C)^2 / \mathrm{tr}\, C^2` of
+    their covariance C in the batch; ``collapse/variance_rank``, the exponential of the entropy of the variance over its
+    principal directions, and ``collapse/alive``, how many directions have any variance, both of the last few batches;
+    and ``collapse/noise``, the share of the variance that is between views of one sample.
 
-    Complete collapse: `std` below `complete` and still falling by a tenth an observation, or below half of that; and
-    below half of where the network started: one without normalisation layers may start narrow and open up.
-    Dimensional: the variance lies in fewer than `dimensional` directions. Partial: half of the dimensions that were
-    alive are dead, or never came alive. Any has to hold for `patience` observations in a row.
+    Complete collapse: the deviation is below `complete` and still falling by a tenth an observation, or below half of
+    that, or below 0.2 while views of one sample are as far apart as different samples; and below half of where the
+    network started: one without normalisation layers may start narrow and open up. Dimensional: the variance lies in
+    fewer than `dimensional` directions. Partial: half of the dimensions that were alive are dead, or most never came
+    alive. Any has to hold for `patience` observations in a row.
 
     :attr:`verdict` is the finding as plain data (:class:`Verdict`); a turn of it is a warning, an alert of W&B, and a
     line of ``collapse.json`` in the run's folder.
@@ -89,9 +90,17 @@ class CollapseMonitor(Watcher):
             form="{:.0f}",
         ),
         Quantity(
+            "collapse/deviation",
+            "deviation of what the loss sees",
+            "1 when features are spread around the sphere's centre, 0 when they are one point.",
+            "health",
+            better="higher",
+            healthy="0.3 to 1",
+        ),
+        Quantity(
             "collapse/std",
             "spread of what the loss sees",
-            "1 when features are spread over the sphere, 0 when they are one point.",
+            "The same, dimension by dimension: dead dimensions lower it, too.",
             "health",
             better="higher",
             healthy="0.3 to 1",
@@ -134,7 +143,7 @@ class CollapseMonitor(Watcher):
         self,
         features: str = "projector",
         complete: float = 0.15,
-        dimensional: float = 3.0,
+        dimensional: float = 2.75,
         patience: int = 2,
         stop: bool | Literal["partial", "dimensional", "complete"] = False,
         views: int | None = None,
@@ -255,7 +264,7 @@ class CollapseMonitor(Watcher):
         return {key.rpartition("/")[2]: value for key, value in logged.items()}
 
     def _numbers(self, path: str, rows: Tensor, views: Tensor | None, closer: bool) -> Tensor:
-        """Deviation, participation (plain, unbiased), rank, live dimensions, noise; rows of these, rows, dimensions."""
+        """Deviations, participation (plain, unbiased), rank, live dimensions, noise; rows behind them, rows, d."""
         rows = precise(rows)
         found = spread(rows)
         unit = torch.nn.functional.normalize(rows, dim=1)
@@ -275,10 +284,11 @@ class CollapseMonitor(Watcher):
             noise = within / unit.var(dim=0).sum().clamp_min(1e-300)
         participation = unbiased_participation(unit) if len(unit) > 2 else found.participation
         sizes = [rows.new_tensor(float(size)) for size in (sum(len(x) for x in window), *unit.shape)]
-        return torch.stack([found.std, found.participation, participation, rank, alive, noise, *sizes])
+        deviation = found.centred.square().sum(dim=1).mean().sqrt()
+        return torch.stack([deviation, found.std, found.participation, participation, rank, alive, noise, *sizes])
 
     def _judge(self, path: str, step: int, numbers: list[float], pl_module: L.LightningModule | None) -> None:
-        std, plain, participation, rank, alive, noise, seen, rows, dim = numbers
+        deviation, std, plain, participation, rank, alive, noise, seen, rows, dim = numbers
         if rank == rank:
             self._shapes[path] = rank, alive
         rank, alive = self._shapes[path]
@@ -286,20 +296,30 @@ class CollapseMonitor(Watcher):
         limit = min(dim, rows - 1, width)
         rules = Rules(self.complete, self.dimensional, patience=self.patience)
         judge = self._judges.setdefault(path, Judge(path, rules, path == self.features))
-        judge.see(Look(step, std, participation, rank, alive, limit, noise, plain, seen), self._facts)
+        judge.see(Look(step, deviation, participation, rank, alive, limit, noise, plain, std, seen), self._facts)
 
     def _logged(self, paths: Any) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for path in paths:
             judge = self._judges[path]
             last = judge.recent[-1]
-            names = {"std": "std", "rank": "plain", "variance_rank": "rank", "alive": "alive", "noise": "noise"}
+            names = {
+                "deviation": "deviation",
+                "std": "std",
+                "rank": "plain",
+                "variance_rank": "rank",
+                "alive": "alive",
+                "noise": "noise",
+            }
             own = {name: last[field] for name, field in names.items() if last[field] == last[field]}
             if path == self.features:
                 values |= {self.key("collapse", "verdict"): float(self.verdict.grade)}
                 values |= {self.key("collapse", name): value for name, value in own.items()}
             else:
-                kept = {"verdict": float(judge.verdict.grade), "std": own["std"], "variance_rank": own["variance_rank"]}
+                kept = {
+                    "verdict": float(judge.verdict.grade),
+                    **{name: own[name] for name in ("deviation", "variance_rank")},
+                }
                 values |= {self.key(f"collapse/{path}", name): value for name, value in kept.items()}
         if self._prototypes is not None and len(paths) > 1:
             values |= {self.key("collapse", name): value for name, value in self._prototypes.logged().items()}
@@ -375,7 +395,7 @@ class CollapseMonitor(Watcher):
         self._facts, self._told = dict(state_dict["facts"]), dict(state_dict["told"])
 
 
-_NUMBERS = 9  # of a place
+_NUMBERS = 10  # of a place
 
 
 def _is_there(pl_module: nn.Module, path: str) -> bool:

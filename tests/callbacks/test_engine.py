@@ -87,7 +87,7 @@ def feature_watchers(**options):
         UniformityAlignment("projector", every_n_steps=1, **options),
         CorrelationBound("projector", num_classes=4, every_n_steps=1, picture_every=0, **options),
         EffectiveRank("projector", every_n_steps=1, **options),
-        CollapseMonitor("projector", every_n_steps=1),
+        CollapseMonitor("projector", every_n_steps=1, also=()),
         RepresentationCircle("projector", every_n_steps=1),
         MedianNorm("projector", every_n_steps=1),
     ]
