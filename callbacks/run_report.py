@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Identity
 
 from lightning_ssl._lightning import epoch_values, logged_values, logging_step
 from lightning_ssl.callbacks._engine.report import warn_once, write_file
 from lightning_ssl.callbacks.collapse_monitor import CollapseMonitor
+from lightning_ssl.callbacks.verdict import PlaceVerdict, Turn
 from lightning_ssl.folder import run_dir
 from lightning_ssl.quantities import Quantity, declared
 from lightning_ssl.report import words
@@ -52,9 +54,10 @@ class RunReport(L.Callback):
     def __init__(self, html: bool = True) -> None:
         super().__init__()
         self.html = html
+        self.extras: list[Callable[[Path], list[dict[str, Any]]]] = []  # further charts, made when a run has ended
         self.history: dict[str, Series] = {}
         self._seen: dict[str, Any] = {}
-        self._unread: list[tuple[str, int, Any]] = []
+        self._unread: list[tuple[str, int, bool, Any]] = []  # key, step, whether a step had just ended, value
         self._noted: dict[str, float] = {}  # at the end of an epoch or a validation, before it was logged
         self._folder: Path | None = None
         self._quantities: tuple[Quantity, ...] = declared(())
@@ -70,7 +73,7 @@ class RunReport(L.Callback):
         self._earlier = before["cost"]["seconds"] if before else 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._collect(trainer)
+        self._collect(trainer, of_a_step=True)
         if len(self._unread) > MOST_UNREAD:
             self._read()
         if time.time() - self._written > 60 * MINUTES:
@@ -105,21 +108,24 @@ class RunReport(L.Callback):
         if self.history or self._unread:
             self._finish(trainer, pl_module, "stopped", type(exception).__name__)
 
-    def _collect(self, trainer: L.Trainer) -> None:
+    def _collect(self, trainer: L.Trainer, of_a_step: bool = False) -> None:
         """Note what was logged since the last look: new values are new objects. None is read yet."""
         step = logging_step(trainer)
         for key, value in logged_values(trainer).items():
             if self._seen.get(key) is not value:
                 self._seen[key] = value
                 if key != "epoch":
-                    self._unread.append((key, step, value))
+                    self._unread.append((key, step, of_a_step, value))
 
     def _read(self) -> None:
         """Bring what was noted to the host, at once."""
         unread, self._unread = self._unread, []
         values = to_host([value for *_, value in unread])
-        for (key, step, _), value in zip(unread, values, strict=True):
-            if self._noted.pop(key, None) != value:
+        for (key, step, of_a_step, _), value in zip(unread, values, strict=True):
+            before = self.history.get(key)
+            # Lightning keeps the last step's value as a new object: after the step it is not news.
+            kept = not of_a_step and before is not None and before[-1][1] == value and step <= before[-1][0] + 1
+            if self._noted.pop(key, None) != value and not kept:
                 self._note(key, step, value)
 
     def _note(self, key: str, step: int, value: float) -> None:
@@ -137,7 +143,7 @@ class RunReport(L.Callback):
                 text = json.dumps(summary, indent=1, allow_nan=False)
                 write_file(trainer, folder / FILE, lambda file: file.write(text.encode()))
                 if self.html:
-                    page = report_page(summary, self.history, folder, _theory(folder) if state != "running" else ())
+                    page = report_page(summary, self.history, folder, self._extra(folder) if state != "running" else ())
                     write_file(trainer, folder / "report.html", lambda file: file.write(page.encode()))
             return summary
         except Exception as error:  # a report that fails must not fail the run
@@ -145,6 +151,15 @@ class RunReport(L.Callback):
             return {}
         finally:
             self._written = time.time()
+
+    def _extra(self, folder: Path) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for charts in self.extras:
+            try:
+                found += charts(folder)
+            except Exception as error:  # the page goes without
+                rank_zero_warn(f"{type(self).__name__}: {error}")
+        return found
 
     def _finish(self, trainer: L.Trainer, pl_module: L.LightningModule, state: str, reason: str = "") -> None:
         if summary := self._write(trainer, pl_module, state, reason):
@@ -170,7 +185,7 @@ class RunReport(L.Callback):
             },
             "steps": steps,
             "epochs": trainer.current_epoch,
-            "verdicts": verdicts_of(trainer.callbacks, self.history, facts(pl_module)),  # type: ignore[attr-defined]
+            "verdicts": verdicts_of(trainer.callbacks, facts(pl_module)),  # type: ignore[attr-defined]
             "quantities": quantities,
             "declared": known,
             "config_hash": config_hash(folder / "config.yaml") if folder is not None else None,
@@ -230,20 +245,26 @@ def to_host(values: list[Any]) -> list[float]:
     return found
 
 
-GRADES = ("healthy", "dimensional collapse", "complete collapse")
-EVIDENCE = {"std": "spread (1 over the sphere, 0 one point)", "rank": "dimensions that hold most of the variance"}
+EVIDENCE = {
+    "deviation": "deviation (1 around the sphere, 0 one point)",
+    "rank": "effective rank of the variance",
+    "participation": "participation ratio",
+    "alive": "live dimensions",
+    "noise": "share of variance between views",
+}
 
 
-def verdicts_of(callbacks: list[Any], history: dict[str, Series], known: list[str]) -> list[dict[str, Any]]:
+def verdicts_of(callbacks: list[Any], known: list[str]) -> list[dict[str, Any]]:
     """What the monitors say, one for each place; to what is behind a collapse they add what is known of the module."""
     found: list[dict[str, Any]] = []
     for monitor in callbacks:
         if isinstance(monitor, CollapseMonitor):
-            found += _told(monitor, history)
-    for verdict in found:
-        if not verdict["healthy"] and verdict["main"]:
-            new = [fact for fact in known if fact.partition(",")[0] not in verdict["cause"]]
-            verdict["cause"] = "; ".join([*new, *([verdict["cause"]] if verdict["cause"] else [])])
+            verdict = monitor.verdict
+            found += [_place(place, _begun(place, verdict.turns)) for place in verdict.places]
+    for told in found:
+        if not told["healthy"] and told["main"]:
+            new = [fact for fact in known if fact.partition(",")[0] not in told["cause"]]
+            told["cause"] = "; ".join([*new, *([told["cause"]] if told["cause"] else [])])
     return found
 
 
@@ -259,26 +280,7 @@ def facts(module: Any) -> list[str]:
     return found
 
 
-def _told(monitor: Any, history: dict[str, Series]) -> list[dict[str, Any]]:
-    if hasattr(monitor.verdict, "places"):
-        return [_place(place, _begun(place, monitor.verdict.turns)) for place in monitor.verdict.places]
-    start = f"collapse/{monitor.name}/" if monitor.name else "collapse/"
-    looks = history.get(f"{start}verdict")
-    if looks is None or not len(looks):
-        return []
-    grade = max(0, min(2, round(looks[-1][1])))
-    healthy = [step for step, value in looks if round(value) == 0]
-    turned = [step for step, value in looks if round(value) and (not healthy or step > healthy[-1])]
-    std, rank = (history.get(start + name) for name in ("std", "rank"))
-    evidence = f"{len(looks)} looks up to step {looks[-1][0]}"
-    if std and rank:
-        evidence = f"{EVIDENCE['std']} {std[-1][1]:.2g}, {EVIDENCE['rank']} {rank[-1][1]:.2g}, after {evidence}"
-    cause = "a missing predictor, stop-gradient or negatives" if grade == 2 else ""
-    told = {"place": monitor.features, "main": True, "kind": GRADES[grade], "healthy": grade == 0, "evidence": evidence}
-    return [{**told, "step": turned[0] if turned else None, "cause": cause, "remedy": "", "forecast": ""}]
-
-
-def _begun(place: Any, turns: Any) -> int | None:
+def _begun(place: PlaceVerdict, turns: Iterable[Turn]) -> int | None:
     """The step at which a place was healthy last, before it turned to one kind of collapse or, later, another."""
     begun = None
     for turn in turns:
@@ -287,7 +289,7 @@ def _begun(place: Any, turns: Any) -> int | None:
     return place.since if begun is None else begun
 
 
-def _place(place: Any, begun: int | None) -> dict[str, Any]:
+def _place(place: PlaceVerdict, begun: int | None) -> dict[str, Any]:
     evidence = []
     for item in place.evidence:
         start = "" if item.start is None else f" ({item.start:.3g} at the start)"
@@ -307,16 +309,6 @@ def _place(place: Any, begun: int | None) -> dict[str, Any]:
     }
 
 
-def _theory(folder: Path) -> list[dict[str, Any]]:
-    """The theory's modes beside the run's own, where it covers the run."""
-    from lightning_ssl.theory.reproduce.overlay import page_charts  # takes a second to import
-
-    try:
-        return page_charts(folder)
-    except Exception:  # rates that no flow describes: the page goes without
-        return []
-
-
 def _data_name(trainer: L.Trainer) -> str:
     data = getattr(trainer, "datamodule", None)
     if data is None:
@@ -328,4 +320,8 @@ def _data_name(trainer: L.Trainer) -> str:
 def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

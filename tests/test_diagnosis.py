@@ -7,16 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_ssl import callbacks
 from lightning_ssl.methods import SimCLR
 from lightning_ssl.runs.cli import main
 from tests.browser import browser
 from tests.test_cli import SHORT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not hasattr(callbacks, "PlaceVerdict"), reason="needs verdicts by place"),
-]
+pytestmark = pytest.mark.slow
 
 # Eight epochs of a small network.
 JOB = [

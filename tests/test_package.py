@@ -32,7 +32,7 @@ def test_wheel_has_every_file_and_no_foreign_top_level_name(wheel):
     assert {top for top in tops if not top.endswith(".dist-info")} == {"lightning_ssl"}
     for folder, prefix in (("lightning_ssl", ""), ("callbacks", "lightning_ssl/"), ("configs", "lightning_ssl/")):
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".yaml", ".typed"):
+            if path.suffix in (".py", ".yaml", ".typed", ".js", ".css", ".LICENSE"):
                 assert prefix + path.relative_to(ROOT).as_posix() in names
 
 

@@ -215,6 +215,9 @@ class Looks(L.Callback):
 
 
 class Validated(strangers.LightlyBYOL):
+    def on_before_optimizer_step(self, optimizer):
+        self.log("train/own", float(self.global_step))
+
     def validation_step(self, batch, batch_idx):
         self.log("val/loss", self.training_step(batch, batch_idx))
 
@@ -230,8 +233,9 @@ def test_the_page_is_written_each_epoch_and_values_are_read_in_bulk(tmp_path, mo
     )  # fmt: skip
     held_out = strangers.loader(strangers.Pairs(16))
     trainer.fit(Validated(), strangers.loader(strangers.Pairs(64)), held_out)
-    steps = [step for step, _ in watch[1].history["val/loss"]]
-    assert steps == sorted(set(steps)) and len(steps) == 3  # each validation once
+    for key, count in (("val/loss", 3), ("train/own", 12), ("collapse/std", 12)):  # each validation and step once
+        steps = [step for step, _ in watch[1].history[key]]
+        assert steps == sorted(set(steps)) and len(steps) == count, (key, steps)
     assert looks.seen == [("running", 4, True), ("running", 8, True)]
     assert len(reads) <= 3 * 5 + 1  # at the end of an epoch and of the run, not with each step
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -250,3 +254,11 @@ def test_the_same_config_has_the_same_settings():
         "trainer.callbacks.KNN": "on",
         "trainer.callbacks.KNN+": "on",
     }
+
+
+def test_features_that_are_one_point_are_not_called_healthy():
+    """Without a probe, and with a monitor that says so."""
+    history = {key: series for key, series in curves(falls=True).items() if "knn" not in key}
+    answer = words.answer(summary_of(history, [HEALTHY]))
+    assert answer.grade == "doubt" and "the watched features are close to one point" in " ".join(answer.sentences)
+    assert words.answer(summary_of({k: v for k, v in curves().items() if "knn" not in k}, [HEALTHY])).grade == "good"

@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 Summary = dict[str, Any]
 
 
+# What a healthy verdict rests on, as far as it was logged.
+GROUNDS = ("collapse/deviation", "collapse/variance_rank", "collapse/alive", "train/effective_rank", "train/uniformity")
+
+
 class Answer(NamedTuple):
     """What came of a run.
 
@@ -27,6 +31,7 @@ def answer(summary: Summary) -> Answer:
     broken = [verdict for verdict in verdicts if not verdict["healthy"] and verdict["main"]]
     beside = [f"Beside it: {part}" for v in verdicts if not v["healthy"] and not v["main"] for part in _told(v)[:1]]
     worse, better = probes(summary)
+    worse += signs(summary)
     if broken:
         first = min(broken, key=lambda verdict: (verdict["step"] is None, verdict["step"] or 0))
         since = "" if first["step"] is None else f" since step {first['step']}"
@@ -76,6 +81,22 @@ def probes(summary: Summary) -> tuple[list[str], list[str]]:
     return worse, better
 
 
+def signs(summary: Summary) -> list[str]:
+    """Sentences on geometry that no healthy run has, whatever a monitor says."""
+    found = []
+    for key, point in (("train/uniformity", "one point"), ("train/effective_rank", "a line")):
+        entry = summary["quantities"].get(key)
+        about = summary["declared"].get(entry["declared"] or "", {}) if entry else {}
+        if not entry or not about or None in (entry["first"]["value"], entry["last"]["value"]):
+            continue
+        first, last = entry["first"]["value"], entry["last"]["value"]
+        flat = last > -0.05 if key.endswith("uniformity") else last < min(3.0, first / 10)
+        if flat:
+            moved = f"went from {_at(entry['first'], about)} to {_at(entry['last'], about)}"
+            found.append(f"{about['title'].capitalize()} {moved}: the watched features are close to {point}.")
+    return found
+
+
 def _why_healthy(summary: Summary) -> list[str]:
     """What the verdict rests on where nothing is wrong."""
     found = [
@@ -83,13 +104,13 @@ def _why_healthy(summary: Summary) -> list[str]:
         for verdict in summary["verdicts"]
         if verdict["healthy"] and verdict["evidence"]
     ]
-    for key in ("train/effective_rank", "train/uniformity"):
+    for key in GROUNDS:
         entry = summary["quantities"].get(key)
         about = summary["declared"].get(entry["declared"] or "", {}) if entry else {}
         if entry and about and entry["first"]["step"] != entry["last"]["step"]:
-            found.append(
-                f"{about['title'].capitalize()} went from {_at(entry['first'], about)} to {_at(entry['last'], about)}."
-            )
+            lies = f"; healthy: {about['healthy']}" if about["healthy"] else ""
+            moved = f"went from {_at(entry['first'], about)} to {_at(entry['last'], about)}"
+            found.append(f"{about['title'].capitalize()} {moved}{lies}.")
     return found
 
 

@@ -40,7 +40,7 @@ class Run:
     def state(self) -> str:
         """ "running", "finished", "stopped"; "killed" where the process that wrote "running" is gone."""
         run = self.summary["run"]
-        if run["state"] != "running" or run["host"] != socket.gethostname():
+        if run["state"] != "running" or run["host"] != socket.gethostname() or os.name != "posix":
             return str(run["state"])
         try:
             os.kill(run["pid"], 0)

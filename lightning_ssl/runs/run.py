@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 # Imported for their names: jsonargparse knows the subclasses that are loaded.
 import lightning_ssl.callbacks
 import lightning_ssl.data
-import lightning_ssl.methods  # noqa: F401
+import lightning_ssl.methods
 from lightning_ssl.callbacks import Probe
 from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, UnreadableError, readable
@@ -249,6 +249,9 @@ class RunCLI(LightningCLI):
             given = [c for c in given if not (isinstance(c, Probe) and c.data is None)]
         config.callbacks = given
         trainer = super().instantiate_trainer(**kwargs)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, lightning_ssl.callbacks.RunReport):
+                callback.extras.append(theory_charts)
         trainer.callbacks[:0] = [GuardLoggers(), self.peers]  # type: ignore[attr-defined]
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckpointFiles()
@@ -266,6 +269,13 @@ class RunCLI(LightningCLI):
         found: Any = self.trainer.predict_loop.predictions
         parts = dict(zip(("train", "test"), found, strict=True)) if isinstance(found[0], list) else found
         write_embeddings(parts, self.config[self.subcommand].output)
+
+
+def theory_charts(folder: Path) -> list[dict[str, Any]]:
+    """The theory's modes beside the run's own, for its page, where the theory covers the run."""
+    from lightning_ssl.theory.reproduce.overlay import page_charts  # takes a second to import
+
+    return page_charts(folder)
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -186,10 +186,10 @@ def page_charts(folder: Path, modes: int = 6) -> list[dict[str, Any]]:
         if not_covered(folder):
             return []
         hyper = read_hyperparameters(folder, {})
-    except ValueError:
+        sigma2, stretch = fit(spectra, hyper)
+        p, s = predict(spectra, hyper, sigma2, stretch)
+    except ValueError:  # no spectra, no rates, or rates that no flow describes: the page goes without
         return []
-    sigma2, stretch = fit(spectra, hyper)
-    p, s = predict(spectra, hyper, sigma2, stretch)
     found = []
     for symbol, measured, predicted in (("p", spectra.p, p), ("s", spectra.s, s)):
         lines, steps = {}, [int(step) for step in spectra.step]
