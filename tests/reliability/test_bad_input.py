@@ -26,7 +26,7 @@ SHORT += ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary
 
 COMMANDS = [
     # what is typed, exit code, words
-    ("", 2, "give a command: fit, validate, test, predict, doctor, runs, compare, reproduce, dashboard, completion"),
+    ("", 2, "give a command: fit, validate, test, predict, embed, export, doctor, runs, compare, reproduce, dashboard"),
     ("fti", 2, "'fti' .choose from 'fit', 'validate'"),
     ("fit extra", 2, "no flag extra; `lightning-ssl fit --help`"),
     ("fit --modl BYOL", 2, "no flag --modl .did you mean '--model'"),
