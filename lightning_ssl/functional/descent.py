@@ -28,13 +28,14 @@ class Curvature:
         design, together = loss.design, loss.design.together
         dim, outputs, total, wide = design.dim, loss.outputs, design.total, together.wide
         wanted = 8 * (dim + 1)
-        every = max(1, total // wanted)
-        strided = ((design.positions // 64) % every == 0) if every > 1 and total >= 64 * every else None
-        if strided is None:
-            strided = design.positions % every == 0
-        strided = strided.nonzero().flatten()
-        raw = None if weight is None else _scaled(design, weight)
-        self._scale = torch.cat([design.scale, design.scale.new_ones(1)])
+
+        def prepare() -> tuple[Tensor, Tensor | None]:
+            every = max(1, total // wanted)
+            block = 64 if total >= 64 * every else 1
+            strided = ((design.positions // block) % every == 0).nonzero().flatten()
+            return strided, None if weight is None else _scaled(design, weight)
+
+        strided, raw = together.run(prepare)
 
         def probabilities(rows: Tensor) -> Tensor:
             logits = rows.new_zeros(len(rows), outputs) if raw is None else rows @ raw.T
@@ -66,16 +67,17 @@ class Curvature:
         shapes = [(outputs, outputs), (dim, dim), (dim, dim), ()]
         spread, gram, plain, strides = together.sum(moments, shapes)
 
-        def bases() -> tuple[Tensor, Tensor]:
+        def bases() -> tuple[Tensor, ...]:
             scale = design.scale
             mixed = (gram / count + rest * plain / strides) * scale * scale[:, None]
             vectors = torch.eye(dim + 1, dtype=wide, device=gram.device)
             vectors[:dim, :dim] = torch.linalg.eigh(mixed)[1]
-            return torch.linalg.eigh(spread)[1], vectors
+            directions = torch.linalg.eigh(spread)[1]
+            scale = torch.cat([scale, scale.new_ones(1)])[:, None]
+            return directions, vectors, directions.to(design.dtype), (vectors * scale).to(design.dtype)
 
-        self._outputs, self._inputs = together.run(bases)
-        turn = (self._inputs * self._scale[:, None]).to(design.dtype)  # from centred rows to standardised, turned ones
-        directions = self._outputs.to(design.dtype)
+        # The last one takes centred rows to standardised, turned ones.
+        self._outputs, self._inputs, directions, turn = together.run(bases)
 
         def diagonal() -> list[Tensor]:
             found = torch.zeros(outputs, dim + 1, dtype=wide, device=design.features.device)

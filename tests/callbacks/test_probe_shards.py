@@ -1,0 +1,298 @@
+"""One pass over the images for all probes, and what a probe does where memory, data or labels are not as usual."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from PIL import Image
+from sklearn.linear_model import Ridge
+from sklearn.metrics import average_precision_score, r2_score
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_ssl.callbacks import KNNProbe, LinearProbe, Probe
+from lightning_ssl.callbacks._engine import embedding
+from lightning_ssl.functional import fit_linear_probe, probes, regression
+from lightning_ssl.metrics import LinearProbeAccuracy, evaluation
+from tests.callbacks import strangers
+from tests.callbacks.harness import History, ddp_trainer, trainer
+from tests.callbacks.test_probes import by_hand
+from tests.ddp import run_ranks
+
+
+class Counted(strangers.Labelled):
+    reads = 0
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return super().__getitem__(i)
+
+
+def pair(cls=strangers.Labelled, train=48, test=24):
+    return strangers.loader(cls(train, seed=5)), strangers.loader(cls(test, seed=6))
+
+
+def look(callbacks, module=None, **kwargs):
+    run = trainer(callbacks, **kwargs)
+    run.validate(module or strangers.MeanLoss(), strangers.loader(strangers.Pairs(8)), verbose=False)
+    return {key: float(value) for key, value in run.callback_metrics.items()}
+
+
+def calls_of(module):
+    counted = []
+    module.register_forward_hook(lambda *_: counted.append(1))
+    return counted
+
+
+def test_images_are_read_and_encoded_once_for_all_probes():
+    data, module = pair(Counted), strangers.MeanLoss()
+    module.target = nn.Sequential(nn.Flatten(), nn.Linear(data[0].dataset[0][0].numel(), 6))
+    for loader in data:
+        loader.dataset.reads = 0
+    online, target = calls_of(module.backbone), calls_of(module.target)
+    inner = "backbone.0"
+    values = look(
+        [
+            KNNProbe("backbone", data, k=5),
+            LinearProbe("backbone", data),
+            LinearProbe("backbone", (data[0], data[1]), features=inner, name="inner"),
+            KNNProbe("target", data, k=5, name="target"),
+        ],
+        module,
+    )
+    assert {"val/knn_top1", "val/linear_top1", "val/inner/linear_top1", "val/target/knn_top1"} <= values.keys()
+    seen = [loader.dataset.reads for loader in data]
+    assert seen == [48 + 4, 24 + 4]  # each probe looks at one sample beforehand
+    assert len(online) - 2 == len(target) == 3 + 2  # batches of 16; two are the validation's own
+    alone = look([KNNProbe("target", pair(), k=5, name="target")], module)
+    assert alone["val/target/knn_top1"] == values["val/target/knn_top1"]
+
+
+class Scramble(Callback):
+    def on_validation_epoch_end(self, trainer, pl_module):
+        for p in pl_module.backbone.parameters():
+            p.data.mul_(-1.7)  # which no version counter notices
+
+
+def test_weights_that_change_between_two_probes_are_embedded_again():
+    data, module = pair(), strangers.MeanLoss()
+    counted = calls_of(module.backbone)
+    look([KNNProbe("backbone", data, k=5), Scramble(), LinearProbe("backbone", data)], module)
+    assert len(counted) == 2 + 2 * (3 + 2)  # two are the validation's own
+
+
+class Stream(IterableDataset):
+    """Goes on for ever."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        i = 0
+        while True:
+            yield self.dataset[i % len(self.dataset)]
+            i += 1
+
+
+class Table:
+    """As a Hugging Face dataset: rows by number, pictures as they are; not a torch Dataset."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i):
+        image, label = self.dataset[i]
+        pixels = (image.sigmoid() * 255).byte().permute(1, 2, 0).numpy()
+        return {"image": Image.fromarray(pixels), "label": label}
+
+
+class Bytes(Dataset):
+    """The same pictures as tensors."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i):
+        image, label = self.dataset[i]
+        return (image.sigmoid() * 255).byte().float() / 255, label
+
+
+def test_any_kind_of_data_is_embedded_alike():
+    module = strangers.MeanLoss()
+    train, test = (loader.dataset for loader in pair())
+    expected = look([KNNProbe("backbone", (train, test), k=5)], module)
+    streams = Stream(train), DataLoader(Stream(test), batch_size=7)
+    assert look([KNNProbe("backbone", streams, k=5, num_samples=(48, 24))], module) == expected
+    pictures = look([KNNProbe("backbone", (Table(train), Table(test)), k=5)], module)
+    assert pictures == look([KNNProbe("backbone", (Bytes(train), Bytes(test)), k=5)], module)
+
+
+def test_attributes_and_numbers_against_scikit_learn():
+    module, values = strangers.MeanLoss(), {}
+    for targets, cls in (("multilabel", strangers.Attributes), ("continuous", strangers.Values)):
+        data = pair(cls)
+        values |= look([LinearProbe("backbone", data, l2=1e-2, targets=targets)], module)
+    x, _ = by_hand(module, "backbone", data[0].dataset)
+    u, _ = by_hand(module, "backbone", data[1].dataset)
+    x, u = torch.from_numpy(x), torch.from_numpy(u)
+    y, v = (torch.stack([loader.dataset[i][1] for i in range(len(loader.dataset))]).double() for loader in data)
+    mean, scale = x.mean(0), x.std(0, correction=0)
+    model = Ridge(alpha=1e-2 * len(x)).fit(((x - mean) / scale).numpy(), y.numpy())
+    assert values["val/linear_r2"] == pytest.approx(r2_score(v, model.predict(((u - mean) / scale).numpy())), abs=1e-4)
+    y, v = (
+        torch.stack([loader.dataset[i][1] for i in range(len(loader.dataset))]).long()
+        for loader in pair(strangers.Attributes)
+    )
+    weight, bias = fit_linear_probe(x, y, 4, 1e-2)
+    expected = average_precision_score(v.numpy(), (u @ weight.T + bias).numpy(), average="macro")
+    assert values["val/linear_map"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_penalty_is_chosen_without_the_test_split():
+    """Labels of the train split are noise in all but the strongest direction; those of the test split say otherwise."""
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 40, generator=dice)
+    y = (x[:, 0] + 2.0 * torch.randn(600, generator=dice) > 0).long()
+    penalties, found = [1e-6, 1e-1], []
+    for flip in (0, 1):
+        metric = LinearProbeAccuracy(2, l2=penalties)
+        metric.update(x, y, torch.arange(600), split="train")
+        metric.update(x[:50], (y[:50] + flip) % 2, torch.arange(50), split="test")
+        found.append(metric.compute())
+    assert found[0]["l2"] == found[1]["l2"] == 1e-1
+    alone = LinearProbeAccuracy(2, l2=1e-1)
+    alone.update(x, y, torch.arange(600), split="train")
+    alone.update(x[:50], y[:50], torch.arange(50), split="test")
+    assert alone.compute()["top1"] == found[0]["top1"]  # fitted on all of the train split in the end
+
+
+def test_few_shots_are_so_many_of_each_class():
+    labels = torch.tensor([0] * 30 + [1] * 3 + [2] * 20)
+    whole = evaluation.Shard(torch.arange(53.0)[:, None], labels, torch.arange(53), 53)
+    together = evaluation.Together(torch.device("cpu"), sharded=False)
+    few = evaluation.first_of_each_class(whole, 5, 3, together)
+    assert torch.bincount(few.labels).tolist() == [5, 3, 5] and few.positions.tolist() == list(range(13))
+    values = look([LinearProbe("backbone", pair(), shots=3)])
+    assert 0 <= values["val/linear_top1"] <= 1
+
+
+def test_the_cost_is_said_before_the_first_step(caplog):
+    class Steps(Callback):
+        told = None
+
+        def on_train_batch_start(self, *_):
+            self.told = self.told or caplog.text
+
+    steps = Steps()
+    with caplog.at_level("INFO"):
+        for baseline in (True, False):
+            caplog.clear()
+            steps.told = None
+            probe = LinearProbe("backbone", pair(), l2=[1e-3, 1e-2], baseline=baseline)
+            trainer([probe, steps]).fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(16)))
+            assert "a probe takes 48 + 24 rows" in steps.told and "MB" in steps.told and " s" in steps.told
+
+
+def test_another_probes_wish_that_cannot_be_met_does_no_harm():
+    class Uncalled(strangers.MeanLoss):
+        def __init__(self):
+            super().__init__()
+            self.backbone.add_module("never", nn.Identity())
+            self.backbone.forward = lambda x: self.backbone[1](self.backbone[0](x))
+
+    data = pair()
+    with pytest.warns(UserWarning, match=r"LinearProbe.*a probe failed.*was not called"):
+        values = look(
+            [KNNProbe("backbone", data, k=5), LinearProbe("backbone", data, features="backbone.never")], Uncalled()
+        )
+    assert "val/knn_top1" in values and "val/linear_top1" not in values
+
+
+PLACES = {
+    "embedding": (embedding, "_run"),
+    "gathering": (evaluation, "_arrange"),
+    "similarity": (probes, "_cosines"),
+    "least certain rows": (regression.Classes, "uncertainty"),
+    "preconditioner": (torch.linalg, "eigh"),
+    "regression": (regression.Classes, "loss"),
+}
+
+
+def short_of_memory(rank, ranks, place, short=True):
+    """A fit whose first probe, before training, finds no memory at one place on the last rank."""
+    torch.manual_seed(0)
+    owner, name = PLACES[place]
+    original, left = getattr(owner, name), [1 if short and rank == ranks - 1 else 0]
+
+    def fails(*args, **kwargs):
+        if left[0]:
+            left[0] = 0
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, fails)
+    history, data = History(), pair(train=41, test=23)
+    dtype = "float16" if place == "similarity" else "float32"
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kinds = [KNNProbe] if place == "similarity" else [LinearProbe]
+            callbacks = [kind("backbone", data, dtype=dtype) for kind in kinds]
+            run = ddp_trainer(rank, ranks, callbacks, logger=history)
+            run.fit(strangers.MeanLoss(), strangers.ordered_loader(strangers.Pairs(24), 12, rank, ranks))
+    finally:
+        setattr(owner, name, original)
+    told = [str(w.message) for w in caught if "ran out of memory" in str(w.message)]
+    return told, {key: float(value) for key, value in run.callback_metrics.items()}, run.global_step
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_that_one_rank_cannot_have_is_a_warning_on_all(place):
+    (_, expected, steps), *_ = run_ranks(1, short_of_memory, place, False)
+    for told, values, taken in run_ranks(2, short_of_memory, place):
+        assert len(told) == 1 and "half the chunk" in told[0] and "rank 1" in told[0]
+        assert taken == steps
+        found = {key: value for key, value in values.items() if key.startswith("val/")}
+        assert found and found == pytest.approx({key: expected[key] for key in found}, abs=1e-6)
+
+
+def test_memory_that_is_short_in_one_process_is_a_warning(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(probes, "_cosines", fails)
+    with pytest.warns(UserWarning, match="KNNProbe.*ran out of memory, training goes on"):
+        run = trainer([KNNProbe("backbone", pair(), k=5, every_n_epochs=9)])
+        run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(16)))
+    assert run.global_step == 1
+
+
+class Spread(Probe):
+    """A user's own, of shards."""
+
+    def evaluate_shards(self, train, test, num_classes, trainer):
+        total = self.together(trainer).sum(lambda: [train.rows.double().sum()], [()])[0]
+        return {"mean": total / train.total, "rows": train.total, "kinds": float(train.rows.dtype == torch.bfloat16)}
+
+
+def own_shards(rank, ranks):
+    torch.manual_seed(0)
+    run = ddp_trainer(rank, ranks, [Spread("backbone", pair(train=7, test=2), dtype="bfloat16")])
+    run.validate(strangers.MeanLoss(), strangers.loader(strangers.Pairs(8)), verbose=False)
+    return {key: float(value) for key, value in run.callback_metrics.items()}
+
+
+def test_a_users_probe_of_shards():
+    expected = run_ranks(1, own_shards)[0]
+    assert expected["val/rows"] == 7 and expected["val/kinds"] == 1
+    for values in run_ranks(2, own_shards):
+        assert values == pytest.approx(expected, rel=1e-5)
