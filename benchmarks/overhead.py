@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks._bench import Row, Section, main
 from lightning_ssl import callbacks as ours
+from lightning_ssl.callbacks import collapse_monitor
 from lightning_ssl.data import ViewBatch
 from lightning_ssl.methods import BYOL
 from lightning_ssl.nn import LinearBackbone
@@ -34,6 +35,8 @@ WATCHING = [
     "EffectiveRank",
     "EigenspaceAlignment",
     "CollapseMonitor",
+    "FeatureQuality",
+    "TargetLag",
     "RepresentationCircle",
     "CovarianceOperatorNorm",
 ]
@@ -124,8 +127,12 @@ def watchers() -> list[L.Callback]:
 
 
 def every_step(callbacks: list[L.Callback]) -> list[L.Callback]:
+    """Each step is due, and each observation is of the dear kind: eigenvalues, all places, a window's end."""
+    collapse_monitor.SPECTRUM_EVERY = 1
     for callback in callbacks:
         callback.every_n_steps = 1
+        if hasattr(callback, "window"):
+            callback.window = 1
     return callbacks
 
 

@@ -60,7 +60,7 @@ class Rules:
 
     complete: float = 0.15
     dimensional: float = 2.75
-    lost: float = 0.2
+    lost: float = 0.17
     noisy: float = 2.4
     noise: float = 0.85
     partial: float = 0.5

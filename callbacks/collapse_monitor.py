@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_ssl.callbacks._dynamics import carried_on, modes_of, rates_of
 from lightning_ssl.callbacks._engine.layout import Layout
 from lightning_ssl.callbacks._engine.observation import Observatory, Seen, Spec, observatory
 from lightning_ssl.callbacks._engine.pair import Pairing
@@ -20,11 +21,12 @@ from lightning_ssl.callbacks._engine.places import check_path
 from lightning_ssl.callbacks._engine.ranks import ranks_of
 from lightning_ssl.callbacks._engine.report import alert, write_file
 from lightning_ssl.callbacks._judge import Judge, Look, PrototypeJudge, Rules, facts_of
-from lightning_ssl.callbacks.verdict import GRADES, Grade, Turn, Verdict
+from lightning_ssl.callbacks.verdict import GRADES, Forecast, Grade, Turn, Verdict
 from lightning_ssl.callbacks.watcher import Watcher, precise
 from lightning_ssl.functional import prototype_use, spread, unbiased_participation, variance_shape
 from lightning_ssl.quantities import Quantity
 
+PREDICTORS = ("predictor", "prediction_head")
 BESIDE = ("backbone", "predictor", "target.projector")  # what is watched as well, where it is there
 SPECTRUM_EVERY = 4  # observations: eigenvalues, and the other places, are looked at less often
 MOST_ROWS = 512  # of the last batches, that eigenvalues are taken of
@@ -44,7 +46,7 @@ class CollapseMonitor(Watcher):
     and ``collapse/noise``, the share of the variance that is between views of one sample.
 
     Complete collapse: the deviation is below `complete` and still falling by a tenth an observation, or below half of
-    that, or below 0.2 while views of one sample are as far apart as different samples; and below half of where the
+    that, or below 0.17 while views of one sample are as far apart as different samples; and below half of where the
     network started: one without normalisation layers may start narrow and open up. Dimensional: the variance lies in
     fewer than `dimensional` directions. Partial: half of the dimensions that were alive are dead, or most never came
     alive. Any has to hold for `patience` observations in a row.
@@ -189,6 +191,7 @@ class CollapseMonitor(Watcher):
         self._told: dict[str, str] = {}  # place -> the kind last announced
         self._turns: list[Turn] = []
         self._stopped = ""
+        self._coming: Forecast | None = None  # by the dynamics
 
     @property
     def verdict(self) -> Verdict:
@@ -220,8 +223,8 @@ class CollapseMonitor(Watcher):
     def ask(self, watched: Observatory, pl_module: L.LightningModule) -> None:
         super().ask(watched, pl_module)
         if self._looks_closer:
-            for spec in self._beside(pl_module).values():
-                watched.want(spec)
+            for path, spec in self._beside(pl_module).items():
+                watched.want(spec, inputs=_name(path) in PREDICTORS)
 
     @property
     def _looks_closer(self) -> bool:
@@ -247,6 +250,8 @@ class CollapseMonitor(Watcher):
                     self._prototypes = self._prototypes or PrototypeJudge(path, other.rows.shape[1])
                 elif other is not None and len(other.rows) > 2:
                     parts[path] = self._numbers(path, other.rows, other.views, True)
+                    if _name(path) in PREDICTORS:
+                        self._coming = self._carried_on(trainer, pl_module, path, other, step)
             self._facts = facts_of(trainer, pl_module, self.features, self._facts)
         found = torch.cat([*parts.values(), scores]) if scores is not None else torch.cat(list(parts.values()))
         numbers = found.tolist()  # one crossing to the host
@@ -254,7 +259,23 @@ class CollapseMonitor(Watcher):
             self._judge(path, step, numbers[_NUMBERS * i : _NUMBERS * (i + 1)], pl_module)
         if scores is not None and self._prototypes is not None:
             self._prototypes.see(step, *numbers[-3:])
+        main = self._judges[self.features]
+        if main.verdict.kind == "healthy" and main.verdict.forecast is None and self._coming is not None:
+            main.verdict = replace(main.verdict, forecast=self._coming)
         return self._logged(parts)
+
+    def _carried_on(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, path: str, seen: Seen, step: int
+    ) -> Forecast | None:
+        """What the theory says is to come, where its assumptions hold; see `_dynamics`."""
+        predictor = pl_module.get_submodule(path)
+        rates = rates_of(trainer, pl_module, predictor)
+        if rates is None or seen.inputs is None or seen.views is None:
+            return None
+        modes = modes_of(predictor, precise(seen.inputs), seen.views.shape[1])
+        total = trainer.estimated_stepping_batches
+        ahead = int(min(total, 2 * step + 200) - step) if total > 0 else 2 * step + 200
+        return None if modes is None or ahead < 1 else carried_on(*modes, rates, step, ahead)
 
     def measure(self, rows: Tensor) -> dict[str, Tensor | float]:
         """The verdict on rows alone: what `observe` does with the features of a step."""
@@ -399,6 +420,10 @@ class CollapseMonitor(Watcher):
 
 
 _NUMBERS = 10  # of a place
+
+
+def _name(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _is_there(pl_module: nn.Module, path: str) -> bool:
