@@ -140,8 +140,8 @@ class Judge:
             needed = math.log(now / threshold)
             when, soon, late = needed / -slope, needed / (-slope + 2 * error), needed / (-slope - 2 * error)
             if when <= ahead:
-                steps = [look.step + round(step * x) for x in (when, soon, late)]
-                return Forecast(kind, *steps, "trend")  # type: ignore[arg-type]
+                at, earliest, latest = (look.step + round(step * x) for x in (when, soon, late))
+                return Forecast(kind, at, earliest, latest, "trend")  # type: ignore[arg-type]
         return None
 
     def _suspect(self, look: Look) -> tuple[Kind, list[Evidence]]:

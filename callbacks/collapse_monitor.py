@@ -355,9 +355,9 @@ class CollapseMonitor(Watcher):
         turned = False
         for place in self.verdict.places:
             before = self._told.get(place.place, "healthy")
-            after = place.kind
+            after: str = place.kind
             if after == "healthy" and place.forecast is not None:
-                after = "forecast"  # type: ignore[assignment]
+                after = "forecast"
             if after == before:
                 continue
             self._told[place.place] = after
@@ -368,7 +368,7 @@ class CollapseMonitor(Watcher):
             (rank_zero_warn if worse and place.main else rank_zero_info)(words)
             if place.main:
                 alert(trainer, f"collapse: {after}", words, worse)
-        limit = {True: "complete", False: ""}.get(self.stop, self.stop)  # type: ignore[call-overload]
+        limit = self.stop if isinstance(self.stop, str) else "complete" if self.stop else ""
         if limit and not self._stopped and self.verdict.grade >= GRADES[limit]:
             self._stopped, trainer.should_stop = self.verdict.kind, True
             turned = True

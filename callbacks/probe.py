@@ -19,7 +19,6 @@ from lightning_ssl._lightning import is_a, logging_step
 from lightning_ssl.callbacks._engine.embedding import (
     Features,
     Reader,
-    Shard,
     embed,
     fingerprint,
     gathered,
@@ -43,7 +42,7 @@ from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.callbacks.watcher import undisturbed
 from lightning_ssl.distributed import Together, agree
 from lightning_ssl.functional.regression import BUDGET
-from lightning_ssl.metrics.evaluation import Targets, place
+from lightning_ssl.metrics.evaluation import Shard, Targets, place
 
 __all__ = ["Features", "Probe", "Shard", "shard"]
 
@@ -423,7 +422,7 @@ class Probe(Diagnostic):
                 few = [
                     place(
                         together,
-                        lambda loader=loader, split=split: embed(
+                        lambda loader=loader, split=split: embed(  # type: ignore[misc]
                             trainer, pl_module, holder, loader, split, [reader], self.targets, batches=1
                         ),
                     )[reader.key]
@@ -432,7 +431,8 @@ class Probe(Diagnostic):
                 seconds = time.perf_counter() - began
                 some = [_alternating(part, self.targets) for part in few]
                 self._trying = True
-                self.evaluate_shards(*some, 2 if self.targets == "class" else some[0].labels.shape[1], trainer)
+                classes = 2 if self.targets == "class" else some[0].labels.shape[1]
+                self.evaluate_shards(some[0], some[1], classes, trainer)
             except torch.distributed.DistError:
                 raise
             except Exception as error:
@@ -450,7 +450,9 @@ class Probe(Diagnostic):
             speed = max(1, sum(len(part.rows) for part in few)) / seconds
             dim, classes = few[0].rows.shape[1], self.num_classes or getattr(holder, "num_classes", None) or 1000
             work = (
-                self.operations(*totals, dim, classes) / trainer.world_size / _multiplications_a_second(together.device)
+                self.operations(totals[0], totals[1], dim, classes)
+                / trainer.world_size
+                / _multiplications_a_second(together.device)
             )
             self._say(totals, dim, sum(n for n in own if n is not None) / speed + work, "about ")
 

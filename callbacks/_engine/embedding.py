@@ -160,7 +160,7 @@ def gathered(together: Together, shard: Shard) -> Features:
 def fingerprint(module: nn.Module) -> tuple[float, ...]:
     """Changes when any weight or buffer does, however it was written."""
     every = (x.detach() for x in (*module.parameters(), *module.buffers()) if x.numel())
-    tensors = [x.to_local() if is_in_pieces(x) else x for x in every]  # type: ignore[operator]
+    tensors = [x.to_local() if is_in_pieces(x) else x for x in every]  # type: ignore[attr-defined]
     sums = [y for x in tensors for y in (x.sum(dtype=torch.float32), x.float().norm())]
     return tuple(torch.stack(sums).tolist()) if sums else ()
 

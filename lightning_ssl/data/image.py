@@ -139,7 +139,7 @@ class ImageDataModule(ShardedDataModule):
             facts = replace(facts, image_size=side, augmentation=recipe_for(side))
         self.facts, self.root, self.download = facts, root, download
         self.dataset = type(dataset).__name__ if own else str(dataset)
-        self._own = None if isinstance(dataset, str) else (dataset, test_dataset)  # type: ignore[assignment]
+        self._own = None if isinstance(dataset, str) or dataset is None else (dataset, test_dataset)
         self.batch_size, self.probe_batch_size, self.num_workers = batch_size, probe_batch_size, num_workers
         self.in_memory, self.on_corrupt, self.seed = in_memory, on_corrupt, seed
         augment = views == "augment" or not can_resample

@@ -128,10 +128,10 @@ def knn_scores(
     scores = []
     for start in range(0, max(counts), share):
         mine = queries[start : start + share]
-        asked = together.gather(lambda mine=mine: _unit(mine.to(bank.device), bank.dtype))
+        asked = together.gather(lambda mine=mine: _unit(mine.to(bank.device), bank.dtype))  # type: ignore[misc]
         everything = torch.cat([part.to(bank.device) for part in asked])
-        found = together.gather(
-            lambda everything=everything: _nearest(everything, bank, labels, positions, k, budget)._asdict()
+        found = together.gather(  # type: ignore[misc]
+            lambda everything=everything: _nearest(everything, bank, labels, positions, k, budget)._asdict()  # type: ignore[misc]
         )
         at = sum(len(part) for part in asked[: together.rank])
         own = slice(at, at + len(mine))

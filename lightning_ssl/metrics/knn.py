@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,8 @@ class SplitMetric(ReducedMetric):
         for split in self.splits:
             # Copies: a shard is put into order in place.
             columns = [self._rows(f"{split}_{name}").clone() for name in ("features", "labels", "indices")]
-            shards.append(place(together, lambda columns=columns: {"": (columns[0], columns[1], columns[2])})[""])
+            made = {("",): (columns[0], columns[1], columns[2])}
+            shards.append(place(together, partial(dict, made))[("",)])
             self._check_updated(shards[-1].total)
         return together, shards
 
@@ -106,7 +108,7 @@ class KNNAccuracy(SplitMetric):
         self.k = k
         self.temperature = temperature
 
-    def update(self, features: Tensor, labels: Tensor, indices: Tensor, split: Literal["bank", "query"]) -> None:
+    def update(self, features: Tensor, labels: Tensor, indices: Tensor, split: str) -> None:
         """Add rows ``[N, d]`` with their labels ``[N]`` and dataset indices ``[N]`` to the bank or the queries."""
         check_rows(features, "features", min_rows=0, nonzero=True)
         super().update(features, labels, indices, split)

@@ -72,7 +72,7 @@ def _from_timm(name: str) -> nn.Module:
         raise ValueError(f"`backbone`: timm has no model {name!r}{_nearest(name, timm.list_models())}")
     for flexible in ({"dynamic_img_size": True}, {"strict_img_size": False}, {}):  # images of other sizes, where it can
         with contextlib.suppress(TypeError):
-            return timm.create_model(name, num_classes=0, **flexible)
+            return timm.create_model(name, num_classes=0, **flexible)  # type: ignore[arg-type]
     raise ValueError(f"`backbone`: timm cannot make {name!r} without a classifier; make it yourself, pass the module")
 
 

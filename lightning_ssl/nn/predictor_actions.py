@@ -111,11 +111,11 @@ def _drawn_on_cpu(module: nn.Module) -> Iterator[None]:
             if id(x) not in fresh:  # some are shared
                 own = torch.empty(x.shape, dtype=x.dtype) if is_in_pieces(x) else x.detach().to("cpu", copy=True)
                 fresh[id(x)] = x, nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own
-            table[name] = fresh[id(x)][1]
+            table[name] = fresh[id(x)][1]  # type: ignore[assignment]
         yield
     finally:
         for table, name, x in places:
-            table[name] = x
+            table[name] = x  # type: ignore[assignment]
     for x, drawn in fresh.values():
         put_(x, drawn.detach().to(x.device, non_blocking=True))
 
