@@ -407,6 +407,8 @@ def held_constant(network: Network, part: nn.Module, statistics: Statistics, gro
     """
     numbers: dict[str, int] = {}
     handles, buffers = [], []
+    device = next((mean.device for calls in statistics.values() for mean, _ in calls), group.device)
+    group = group.to(device)
 
     def constants(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         calls = statistics[name]
@@ -497,7 +499,12 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for part, name, value, kept in buffers:
                 part._buffers[name] = value
-                if value is not None and kept is not None and not torch.equal(value, kept):
+                # On the host only what has changed is written; asking a device whether it has would wait for it.
+                if (
+                    value is not None
+                    and kept is not None
+                    and not (value.device.type == "cpu" and torch.equal(value, kept))
+                ):
                     value.copy_(kept)
 
 

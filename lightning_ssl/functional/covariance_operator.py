@@ -202,12 +202,13 @@ def sketched_rows(
     """
     for some in zip(*(view.split(at_once) for view in views), strict=True):
         tapes = sketching_tapes(model, layers, some, basis)
+        directions = basis.directions.to(tapes[0].output)
         for a in [*range(basis.followed, basis.directions.shape[1]), *range(basis.followed)]:
             wanted = list(basis.sketches) if a < basis.followed else basis.head
             if not wanted:
                 continue
             last = a == basis.followed - 1
-            products = [tape.play(basis.directions[:, a], wanted, last) for tape in tapes]
+            products = [tape.play(directions[:, a], wanted, last) for tape in tapes]
             for name in wanted:
                 yield name, a, torch.stack([basis.sketches[name].mix(part[name]) for part in products], 1)
 

@@ -75,8 +75,11 @@ class LayerSketch(NamedTuple):
         return (filtered @ (vectors @ g).mT).flatten(1)
 
     def to(self, device: torch.device) -> LayerSketch:
-        mixes = self.mixes and [(index.to(device), sign.to(device)) for index, sign in self.mixes]
-        return LayerSketch(self.width, self.filters.to(device), self.vectors.to(device), mixes)
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+
+        mixes = self.mixes and [(moved(index), moved(sign)) for index, sign in self.mixes]
+        return LayerSketch(self.width, moved(self.filters), moved(self.vectors), mixes)
 
     def mix(self, products: Tensor) -> Tensor:
         """Both sketches of the rows, ``[2, n, width]``."""
