@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_ssl.callbacks.eigenspace_alignment import linear_weight
 from lightning_ssl.callbacks.verdict import Forecast
 from lightning_ssl.functional import eigenspace_alignment, second_moment
-from lightning_ssl.theory.linear import ModeDynamics
+from lightning_ssl.functional.modes import ModeDynamics
 
 LEFT = 0.05  # of the features' strength: below it they have collapsed
 MOST_DIMENSIONS = 512  # that modes are taken of
