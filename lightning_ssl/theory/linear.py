@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.integrate import solve_ivp
 from torch import Tensor
 
 from lightning_ssl.functional.modes import ModeDynamics, check_rates, integrate
