@@ -111,6 +111,7 @@ class FiniteWatch:
             first, *bad = torch.cat([self._first[None], self._bad.long()]).tolist()
             if first >= 0:
                 culprit = next((name for name, wrong in zip(self._names, bad, strict=True) if wrong), None)
-                self._found = Finding(*self._steps[first], culprit or "the loss itself, or something on another rank")
+                step, epoch = self._steps[first]
+                self._found = Finding(step, epoch, culprit or "the loss itself, or something on another rank")
         self._steps = []
         return self._found
