@@ -5,6 +5,7 @@ NAMES = (
     "loading",
     "knn",
     "linear_probe",
+    "probe_memory",
     "covariance_operator",
     "uniformity",
     "overhead",

@@ -227,20 +227,21 @@ class Descent:
         """The norm of the gradient, whitened by all that is known of the curvature; where to go; the slope there."""
         norm = float(curvature.whitened(gradient, penalty).norm())
         q = gradient.clone()
-        pairs = [(s, y + penalty * s) for s, y in self._pairs]
         turns = []
-        for s, y in reversed(pairs):
+        for s, loss_change in reversed(self._pairs):
+            y = loss_change + penalty * s  # the penalty's own part, exactly, whatever it was at that step
             along = 1 / (s * y).sum()
             part = along * (s * q).sum()
             q -= part * y
             turns.append((along, part))
-        if pairs:
-            s, y = pairs[-1]
+        if self._pairs:
+            s, loss_change = self._pairs[-1]
+            y = loss_change + penalty * s
             q = curvature.solve(q, penalty) * ((s * y).sum() / (y * curvature.solve(y, penalty)).sum())
         else:
             q = curvature.solve(q, penalty)
-        for (s, y), (along, part) in zip(pairs, reversed(turns), strict=True):
-            q += (part - along * (y * q).sum()) * s
+        for (s, loss_change), (along, part) in zip(self._pairs, reversed(turns), strict=True):
+            q += (part - along * ((loss_change + penalty * s) * q).sum()) * s
         q = self._loss.settle(q)
         slope = -float((q * gradient).sum())
         return max(norm, max(0.0, -slope) ** 0.5), -q, slope

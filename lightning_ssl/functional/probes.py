@@ -153,7 +153,7 @@ def _nearest(
         positions.new_zeros(len(queries), 0),
         labels.new_zeros(len(queries), 0, *labels.shape[1:]),
     )
-    stretch = max(_BLOCK[1], (budget or _SIMILARITIES) // _BLOCK[0])
+    stretch = max(_BLOCK[1], (budget or _SIMILARITIES) // max(_BLOCK[0], bank.shape[1]))
     for at in range(0, len(bank), stretch):  # a stretch of the bank is made unit once for all queries
         unit = _unit(bank[at : at + stretch], queries.dtype)
         chunk = max(1, min(_BLOCK[0], (budget or _SIMILARITIES) // max(1, len(unit))))

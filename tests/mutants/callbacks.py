@@ -98,7 +98,12 @@ MUTANTS = [
         "lightning_ssl/distributed.py", "* len(pieces) + r for r,", "+ r * 10**6 for r,", "tests/test_distributed.py"
     ),
     Mutant("lightning_ssl/distributed.py", "raise RankError(told) from problem", "pass", "tests/test_distributed.py"),
-    Mutant("callbacks/probe.py", "order = order[first]", "pass", "tests/callbacks/test_ranks.py -k 'whole or few'"),
+    Mutant(
+        "lightning_ssl/metrics/evaluation.py",
+        "positions[order[first]] = torch.arange(int(first.sum()), device=order.device)",
+        "positions[order] = torch.arange(len(order), device=order.device)",
+        "tests/metrics/test_metrics.py -k knn",
+    ),
     # The replay
     Mutant(
         "callbacks/_engine/replay.py", "stack.enter_context(held_constant(", "str((", f"{ENGINE} -k batch_statistics"
@@ -136,15 +141,53 @@ MUTANTS = [
         "tests/foreign/test_values.py -k series",
     ),
     # Probes
-    Mutant("callbacks/probe.py", "trainer.state.stage = type(stage).VALIDATING", "pass", f"{ENGINE} -k transfer_hooks"),
     Mutant(
-        "callbacks/probe.py",
+        "callbacks/_engine/embedding.py",
+        "trainer.state.stage = type(stage).VALIDATING",
+        "pass",
+        f"{ENGINE} -k transfer_hooks",
+    ),
+    Mutant(
+        "callbacks/_engine/probe_data.py",
         "owner = holder if holder is not None and overrides(holder, name) else pl_module",
         "owner = pl_module",
         f"{ENGINE} -k transfer_hooks",
     ),
     Mutant(
-        "callbacks/knn_probe.py", "correct.any(dim=1)", "correct.all(dim=1)", "tests/callbacks/test_probes.py -k scikit"
+        "lightning_ssl/metrics/evaluation.py",
+        "correct.any(dim=1)",
+        "correct.all(dim=1)",
+        "tests/callbacks/test_probes.py -k scikit",
+    ),
+    Mutant(
+        "callbacks/probe.py",
+        "shares.moment == now and",
+        "",
+        "tests/callbacks/test_probe_shards.py -k weights_that",
+    ),
+    Mutant(
+        "callbacks/probe.py",
+        "found = self._pass(trainer, pl_module, split, [self, *others])",
+        "found = self._pass(trainer, pl_module, split, others := [self])",
+        "tests/callbacks/test_probe_shards.py -k images",
+    ),
+    Mutant(
+        "callbacks/probe.py",
+        "shares.halvings += 1",
+        "raise error",
+        "tests/callbacks/test_probe_shards.py -k short_in_one",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/evaluation.py",
+        "path = fit(train.part(~chosen, together), l2, start)",
+        "chosen, path = ~chosen, fit(train.part(~chosen, together), l2, start)",
+        "tests/callbacks/test_probe_shards.py -k penalty",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/evaluation.py",
+        "min(shots, len(own)) - 1",
+        "min(shots, len(own)) - 2",
+        "tests/callbacks/test_probe_shards.py -k shots",
     ),
     # What is logged
     Mutant(

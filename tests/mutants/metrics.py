@@ -28,21 +28,21 @@ MUTANTS = [
         "tests/metrics/test_metrics.py -k effective_rank",
     ),
     Mutant(
-        "lightning_ssl/metrics/knn.py",
-        "first[1:] = ordered[1:] != ordered[:-1]",
+        "lightning_ssl/metrics/evaluation.py",
+        "first[1:] = everyone[order][1:] != everyone[order][:-1]",
         "pass",
         "tests/metrics/test_metrics.py -k knn",
     ),
     Mutant(
-        "lightning_ssl/metrics/knn.py",
-        "hits = ranked[:, :5]",
-        "hits = ranked[:, :2]",
+        "lightning_ssl/metrics/evaluation.py",
+        "stable=True)[:, :5]",
+        "stable=True)[:, :2]",
         "tests/metrics/test_metrics.py -k knn",
     ),
     Mutant(
         "lightning_ssl/metrics/knn.py",
-        "self.num_classes, self.k, self.temperature)",
-        "self.num_classes, self.k)",
+        "self.num_classes, self.k, self.temperature, together",
+        "self.num_classes, self.k, 0.1, together",
         "tests/metrics/test_metrics.py -k votes",
     ),
     Mutant(

@@ -1,0 +1,101 @@
+"""Peak memory of probes on 200,000 x 768 features with 1,000 classes, on 1, 2 and 4 ranks (gloo, one thread each).
+
+Each rank holds its shard; what counts is how far its resident memory rises above the shard itself while it classifies
+2,000 queries by their 20 nearest neighbours, and while the regression runs: its preconditioner and one step, to which
+the weights of the 20 steps that it remembers are added. The aim is 0.3 of the shard and a constant for chunks; the law
+is fitted to two sizes and carried on to ImageNet's 1.28 million rows.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks._bench import Row, Section, main
+
+CONSTANT = 0.8  # GB: chunks of rows and similarities, and the weights of 20 steps
+
+
+def worker(folder: str, rank: int, ranks: int, rows: int, dim: int, classes: int, queries: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks._bench import peak_memory
+    from lightning_ssl.functional import fit_linear_probe, knn_predict
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    dice = torch.Generator().manual_seed(rank)
+    own = torch.arange(rank, rows, ranks)
+    features = torch.randn(len(own), dim, generator=dice)
+    labels = torch.randint(classes, (len(own),), generator=dice)
+    asked = torch.randn(queries // ranks, dim, generator=dice)
+    shard = dict(sharded=True, positions=own)
+    few = slice(0, 64)
+    warm = dict(sharded=True, positions=own[few])
+    knn_predict(asked[few], features[few], labels[few], classes, 20, **warm)
+    fit_linear_probe(features[few], labels[few], classes, 0.2, max_iter=1, **warm)
+    found = {
+        "kNN": peak_memory(lambda: knn_predict(asked, features, labels, classes, 20, **shard)),
+        "regression": peak_memory(lambda: fit_linear_probe(features, labels, classes, 0.2, max_iter=1, **shard))
+        + 2 * 20 * classes * (dim + 1) * 8 / 1e9,
+        "shard": features.numel() * features.element_size() / 1e9,
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, rows: int, dim: int, classes: int, queries: int) -> list[dict[str, float]]:
+    """What each rank found, in GB."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = "import json, sys; from benchmarks.probe_memory import worker; worker(*json.loads(sys.argv[1]))"
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", code, json.dumps([folder, rank, ranks, rows, dim, classes, queries])]
+            )
+            for rank in range(ranks)
+        ]
+        for process in started:
+            if process.wait():
+                raise RuntimeError(f"a rank of {ranks} ended with {process.returncode}")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def run(tiny: bool = False) -> Section:
+    rows, dim, classes, queries = (2000, 16, 10, 200) if tiny else (200_000, 768, 1000, 2000)
+    table, above = [], {}
+    for ranks in (1, 2) if tiny else (1, 2, 4):
+        found = measure(ranks, rows, dim, classes, queries)
+        for kind in ("kNN", "regression"):
+            worst = max(found, key=lambda one: one[kind])
+            above[kind, ranks] = worst[kind], worst["shard"]
+            limit = 0.3 * worst["shard"] + CONSTANT
+            table.append(
+                Row(
+                    f"{kind}, {ranks} rank{'s' if ranks > 1 else ''}, {rows:,} x {dim}, {classes} classes",
+                    "0.3 of the shard + chunks",
+                    f"{worst[kind]:.2f} GB above a shard of {worst['shard']:.2f} GB",
+                    f"{limit:.2f} GB",
+                    f"{worst[kind] / limit:.2f} of the limit",
+                    "<= 1",
+                    worst[kind] <= limit,
+                )
+            )
+    notes = []
+    for kind in ("kNN", "regression"):
+        (large, big), (small, little) = above[kind, 1], above[kind, 2 if tiny else 4]
+        slope = (large - small) / max(1e-9, big - little)
+        eight = 1.28e6 * 2048 * 4 / 8 / 1e9
+        notes.append(
+            f"{kind}: {small - slope * little:.2f} GB and {slope:.2f} of the shard; for 1.28 million x 2048 on eight "
+            f"ranks, {eight:.2f} GB each, {small + slope * (eight - little):.2f} GB above it."
+        )
+    return Section(table, notes)
+
+
+if __name__ == "__main__":
+    main(run, threads=1)
