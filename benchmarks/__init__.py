@@ -16,3 +16,5 @@ NAMES = (
     "growth",
     "startup",
 )
+# With a command of its own: `python -m benchmarks.collapse_zoo`.
+ALONE = ("collapse_zoo",)
