@@ -290,7 +290,7 @@ class CollapseMonitor(Watcher):
         rows = precise(rows)
         found = spread(rows)
         unit = torch.nn.functional.normalize(rows, dim=1)
-        nan = found.std.new_tensor(float("nan"))
+        nan = found.std.new_full((), float("nan"))
         rank = alive = nan
         window = [*self._windows.get(path, []), unit.float()]
         while len(window) > 1 and sum(len(x) for x in window[1:]) >= min(2 * unit.shape[1], MOST_ROWS):
@@ -305,7 +305,7 @@ class CollapseMonitor(Watcher):
             within = pairs.var(dim=1).sum(dim=1).mean()
             noise = within / unit.var(dim=0).sum().clamp_min(1e-300)
         participation = unbiased_participation(unit) if len(unit) > 2 else found.participation
-        sizes = [rows.new_tensor(float(size)) for size in (sum(len(x) for x in window), *unit.shape)]
+        sizes = [rows.new_full((), float(size)) for size in (sum(len(x) for x in window), *unit.shape)]
         deviation = found.centred.square().sum(dim=1).mean().sqrt()
         return torch.stack([deviation, found.std, found.participation, participation, rank, alive, noise, *sizes])
 
