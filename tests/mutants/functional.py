@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/geometry.py",
-        "torch.exp(-(q * q.log()).sum())",
-        "-(q * q.log()).sum()",
+        "torch.exp(-torch.xlogy(q, q).sum())",
+        "-torch.xlogy(q, q).sum()",
         "tests/functional/test_geometry.py",
     ),
     Mutant(
@@ -221,8 +221,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/predictor.py",
-        "gram - W.T @ W / alpha_p",
-        "gram - W @ W.T / alpha_p",
+        "W[:, rows].T @ W[:, columns] / alpha_p",
+        "W[rows] @ W[columns].T / alpha_p",
         "tests/functional/test_predictor.py",
     ),
     Mutant(
