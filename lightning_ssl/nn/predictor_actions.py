@@ -104,7 +104,7 @@ def reset_parameters_(
 def _drawn_on_cpu(module: nn.Module) -> Iterator[None]:
     """Inside, a module's tensors are whole ones on the CPU; what then stands in them is put in their places."""
     fresh: dict[int, tuple[Tensor, Tensor]] = {}
-    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables: list[Any] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     places = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
     try:
         for table, name, x in places:
