@@ -11,6 +11,7 @@ NAMES = (
     "throughput",
     "hltm",
     "ddp",
+    "step",
     "growth",
     "startup",
 )

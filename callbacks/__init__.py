@@ -7,6 +7,7 @@ from lightning_ssl.callbacks.diagnostic import Diagnostic
 from lightning_ssl.callbacks.direct_predictor import DirectPredictor
 from lightning_ssl.callbacks.effective_rank import EffectiveRank
 from lightning_ssl.callbacks.eigenspace_alignment import EigenspaceAlignment
+from lightning_ssl.callbacks.feature_quality import FeatureQuality, PrototypeUse, TargetLag
 from lightning_ssl.callbacks.knn_probe import KNNProbe
 from lightning_ssl.callbacks.linear_probe import LinearProbe
 from lightning_ssl.callbacks.predictor_reset import PredictorReset
@@ -15,6 +16,7 @@ from lightning_ssl.callbacks.representation_circle import RepresentationCircle
 from lightning_ssl.callbacks.run_report import RunReport
 from lightning_ssl.callbacks.symmetric_predictor import SymmetricPredictor
 from lightning_ssl.callbacks.uniformity_alignment import UniformityAlignment
+from lightning_ssl.callbacks.verdict import Evidence, Forecast, PlaceVerdict, Turn, Verdict
 from lightning_ssl.callbacks.wandb_setup import WandbSetup
 from lightning_ssl.callbacks.watcher import Watcher
 from lightning_ssl.quantities import Quantity
@@ -27,15 +29,23 @@ __all__ = [
     "DirectPredictor",
     "EffectiveRank",
     "EigenspaceAlignment",
+    "Evidence",
+    "FeatureQuality",
+    "Forecast",
     "KNNProbe",
     "LinearProbe",
+    "PlaceVerdict",
     "PredictorReset",
     "Probe",
+    "PrototypeUse",
     "Quantity",
     "RepresentationCircle",
     "RunReport",
     "SymmetricPredictor",
+    "TargetLag",
+    "Turn",
     "UniformityAlignment",
+    "Verdict",
     "WandbSetup",
     "Watcher",
 ]

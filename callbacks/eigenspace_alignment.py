@@ -15,7 +15,8 @@ from lightning_ssl.callbacks._engine.observation import Seen
 from lightning_ssl.callbacks._engine.places import check_path, find_module
 from lightning_ssl.callbacks._engine.report import log_figure, write_file
 from lightning_ssl.callbacks.watcher import Watcher, precise
-from lightning_ssl.functional import balance_residual, effective_predictor, predictor_values, second_moment
+from lightning_ssl.distributed import whole
+from lightning_ssl.functional import balance_residual, predictor_values_of_rows
 from lightning_ssl.quantities import Quantity
 
 MAX_HISTORY = 2000  # observations kept
@@ -36,8 +37,8 @@ class EigenspaceAlignment(Watcher):
 
     The spectra over time go to ``<log folder>/predictor_spectra.npz`` with arrays ``step [T]``, ``eigenvalues``,
     ``predictor_values`` and ``cosines`` ``[T, d]`` (of the past every other observation is dropped where there are
-    more than 2000); the cloud of :math:`(p_j, s_j)` with the invariant parabola
-    :math:`s = p^2 / \alpha_p` is drawn.
+    more than 2000; a step of N < d rows has N modes, and the others are 0); the cloud of :math:`(p_j, s_j)` with the
+    invariant parabola :math:`s = p^2 / \alpha_p` is drawn.
 
     Args:
         predictor: Dotted path of the predictor.
@@ -150,27 +151,32 @@ class EigenspaceAlignment(Watcher):
         weight = linear_weight(find_module(pl_module, self.predictor, "predictor"))
         if seen.inputs is None:
             raise ValueError(f"what enters {self.predictor!r} has not one row for each that leaves it")
-        inputs, outputs = precise(seen.inputs), precise(seen.rows)
-        W = effective_predictor(inputs, outputs, self.intercept) if weight is None else precise(weight.detach())
-        values = predictor_values(second_moment(inputs), W)
-        spectra = torch.stack([values["eigenvalues"], values["predictor_values"], values["cosines"]])
-        self._steps.append(int(self._due or 0))
-        self._spectra.append(spectra.float().cpu())
-        if len(self._steps) > MAX_HISTORY:  # thin the past, so that a long run needs no more memory
-            self._steps, self._spectra = self._steps[::2], self._spectra[::2]
+        inputs, dim = precise(seen.inputs), seen.inputs.shape[1]
+        if weight is None:
+            values = predictor_values_of_rows(inputs, precise(seen.rows), intercept=self.intercept)
+        else:
+            weight = precise(whole(weight))
+            values = predictor_values_of_rows(inputs, W=weight)
+        spectra = torch.stack([values[name] for name in ("eigenvalues", "predictor_values", "cosines")])
+        spectra = nn.functional.pad(spectra, (0, dim - spectra.shape[1]))  # without a row a mode is 0
         logged = {
             "alignment_mean": values["cosine_mean"],
             "alignment_weighted": values["cosine_weighted"],
             "commutator_norm": values["commutator_norm"],
             "asymmetry": values["asymmetry"],
             "smallest_symmetric_value": values["smallest_symmetric_value"],
-            "eigenvalue_max": values["eigenvalues"][0],
-            "eigenvalue_min": values["eigenvalues"][-1],
+            "eigenvalue_max": spectra[0, 0],
+            "eigenvalue_min": spectra[0, -1],
         }
-        before = self._previous_weight(pl_module)
-        if weight is not None and before is not None and len(before) == weight.shape[1]:
-            logged["balance_residual"] = balance_residual(precise(before), W, self.predictor_lr_scale)
-        return {self.key("predictor", quantity): value for quantity, value in logged.items()}
+        before = None if weight is None else self._previous_weight(pl_module)
+        if weight is not None and before is not None and len(before) == dim:
+            logged["balance_residual"] = balance_residual(precise(whole(before)), weight, self.predictor_lr_scale)
+        numbers = torch.cat([torch.stack([x.to(spectra) for x in logged.values()]), spectra.flatten()]).cpu()
+        self._steps.append(int(self._due or 0))
+        self._spectra.append(numbers[len(logged) :].view(3, dim).float())
+        if len(self._steps) > MAX_HISTORY:  # thin the past, so that a long run needs no more memory
+            self._steps, self._spectra = self._steps[::2], self._spectra[::2]
+        return {self.key("predictor", name): float(x) for name, x in zip(logged, numbers, strict=False)}
 
     def _previous_weight(self, pl_module: L.LightningModule) -> Tensor | None:
         around = self.predictor.rpartition(".")[0]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ssl.callbacks._engine.layout import Layout
-from lightning_ssl.callbacks._engine.ranks import ranks_of
-from lightning_ssl.callbacks.probe import Features, Probe
-from lightning_ssl.distributed import agree, all_reduce_sum
-from lightning_ssl.functional import knn_predict
+from lightning_ssl.callbacks.probe import Probe, Shard
+from lightning_ssl.metrics.evaluation import Targets, knn_evaluation
 from lightning_ssl.quantities import Quantity
 
 
@@ -22,7 +18,8 @@ class KNNProbe(Probe):
     r"""Logs ``val/knn_top1`` and ``val/knn_top5``: weighted k nearest neighbours on clean, eval-mode features.
 
     Neighbours under the cosine vote with weight :math:`e^{\cos / T}`. The bank is the whole train split, embedded
-    anew each time; every rank embeds its shard and classifies its share of the queries.
+    anew each time; every rank keeps its shard of it, and queries travel. Of attributes ``val/knn_map`` is logged, the
+    mean average precision, of continuous targets ``val/knn_r2`` and ``val/knn_mse``.
 
     Args:
         encoder: Dotted path of the submodule to evaluate.
@@ -37,6 +34,9 @@ class KNNProbe(Probe):
         name: Keeps several instances apart: ``val/<name>/knn_top1``.
         features: Dotted path of a part of the encoder whose output counts; by default the encoder's own.
         layout: The axes of the features: "NCHW", "NHWC", "NLC", "NCL", "LNC", or a function; see :class:`Watcher`.
+        targets: What labels are: "class", "multilabel" or "continuous"; see :class:`Probe`, as for the next two.
+        dtype: The precision in which features are kept.
+        num_samples: How many samples iterables of train and test data have.
 
     Example:
         >>> probe = KNNProbe("backbone", k=20)
@@ -62,6 +62,29 @@ class KNNProbe(Probe):
             form="{:.1%}",
             best=True,
         ),
+        Quantity(
+            "*/knn_map",
+            "kNN probe, mean average precision",
+            "The mean over attributes of the area under precision and recall; 1 is perfect.",
+            "learning",
+            better="higher",
+            best=True,
+        ),
+        Quantity(
+            "*/knn_r2",
+            "kNN probe, R²",
+            "The share of the targets' variance that is explained; 0 is as good as their mean.",
+            "learning",
+            better="higher",
+            best=True,
+        ),
+        Quantity(
+            "*/knn_mse",
+            "kNN probe, squared error",
+            "The mean squared error on held-out samples, in the targets' own units.",
+            "learning",
+            better="lower",
+        ),
     )
 
     def __init__(
@@ -77,45 +100,32 @@ class KNNProbe(Probe):
         name: str | None = None,
         features: str | None = None,
         layout: Layout | None = None,
+        targets: Targets = "class",
+        dtype: str = "float32",
+        num_samples: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(encoder, data, num_classes, every_n_epochs, every_n_steps, baseline, name, features, layout)
+        times = (every_n_epochs, every_n_steps, baseline)
+        super().__init__(encoder, data, num_classes, *times, name, features, layout, targets, dtype, num_samples)
         if k < 1:
             raise ValueError(f"`k` must be at least 1, got {k}")
         if not temperature > 0:
             raise ValueError(f"`temperature` must be positive, got {temperature}")
         self.k, self.temperature = k, temperature
 
-    def evaluate(self, train: Features, test: Features, num_classes: int, trainer: L.Trainer) -> dict[str, float]:
-        if self.k > len(train.rows):
-            self.warn(f"`k={self.k}` is more than the {len(train.rows)} samples of the bank: all vote")
+    def evaluate_shards(self, train: Shard, test: Shard, num_classes: int, trainer: L.Trainer) -> dict[str, float]:
+        if self.k > train.total:
+            self.warn(f"`k={self.k}` is more than the {train.total} samples of the bank: all vote")
+        values = knn_evaluation(
+            train,
+            test,
+            num_classes,
+            self.k,
+            self.temperature,
+            self.together(trainer),
+            self.targets,
+            self.budget(trainer),
+        )
+        return {f"knn_{name}": value for name, value in values.items()}
 
-        def predict(queries: Tensor) -> Tensor:
-            return knn_predict(queries, train.rows, train.labels, num_classes, self.k, self.temperature)
-
-        top1, top5 = shared_accuracy(trainer, test, predict)
-        return {"knn_top1": top1, "knn_top5": top5}
-
-
-def shared_accuracy(trainer: L.Trainer, test: Features, predict: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """Collective: top-1 and top-5 accuracy, each rank classifying its share of the queries.
-
-    `predict` maps queries [Q, d] to classes by falling score [Q, C].
-    """
-    rank, world_size = trainer.global_rank, trainer.world_size
-    rows, labels = test.rows[rank::world_size], test.labels[rank::world_size]
-    hits = torch.zeros(2, dtype=torch.long, device=test.rows.device)
-    problem: ValueError | None = None
-    if len(rows):
-        try:
-            correct = predict(rows)[:, :5] == labels[:, None]
-            hits = torch.stack([correct[:, 0].sum(), correct.any(dim=1).sum()])
-        except ValueError as error:  # a bad row in this rank's share alone must not leave the others waiting
-            problem = error
-    if ranks_of(trainer) > 1:
-        if not agree(problem is None, device=hits.device)[0]:
-            raise problem or ValueError("another rank could not classify its share of the queries")
-        hits = all_reduce_sum(hits)
-    elif problem is not None:
-        raise problem
-    top1, top5 = (hits / len(test.rows)).tolist()
-    return top1, top5
+    def operations(self, train: int, test: int, dim: int, num_classes: int) -> float:
+        return float(train) * test * dim

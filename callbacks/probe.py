@@ -2,59 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch import Tensor
 
-from lightning_ssl._lightning import is_a, logging_step, overrides
-from lightning_ssl.callbacks._engine.layout import (
-    Layout,
-    Layouts,
-    check_layout,
-    puts_sequences_first,
-    rows_of,
-    settle,
+from lightning_ssl._lightning import is_a, logging_step
+from lightning_ssl.callbacks._engine.embedding import (
+    Features,
+    Reader,
+    Shard,
+    embed,
+    fingerprint,
+    gathered,
+    validating,
 )
-from lightning_ssl.callbacks._engine.places import check_path, find_module
+from lightning_ssl.callbacks._engine.layout import Layout, check_layout, puts_sequences_first, rows_of, settle
+from lightning_ssl.callbacks._engine.places import check_path
+from lightning_ssl.callbacks._engine.probe_data import (
+    Sharded,
+    as_loader,
+    inputs_and_label,
+    one_sample,
+    own_samples,
+    shard,
+)
 from lightning_ssl.callbacks._engine.ranks import all_ranks_evaluate, ranks_of
-from lightning_ssl.callbacks._engine.record import copied, first_tensor, silence
+from lightning_ssl.callbacks._engine.record import first_tensor, silence
 from lightning_ssl.callbacks._engine.replay import evaluation_mode
 from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.callbacks.watcher import undisturbed
-from lightning_ssl.distributed import agree, exchange
+from lightning_ssl.distributed import Together, agree
+from lightning_ssl.functional.regression import BUDGET
+from lightning_ssl.metrics.evaluation import Targets, place
 
-ProbeLoaders = Sequence[Any]  # of two DataLoaders
+__all__ = ["Features", "Probe", "Shard", "shard"]
 
-_IMAGE_KEYS = ("image", "images", "img", "x", "input", "inputs", "pixel_values", "data")
-_LABEL_KEYS = ("label", "labels", "target", "targets", "y", "class")
+ProbeLoaders = Sequence[Any]  # of two DataLoaders, Datasets or iterables
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class Features(NamedTuple):
-    """Features [N, d] and labels [N] of a whole split, each sample once, ordered by dataset index."""
+@dataclass
+class _Shared:
+    """What the probes of one trainer share: the features of one moment, and how small chunks must be."""
 
-    rows: Tensor
-    labels: Tensor
+    moment: tuple[Any, ...] = ()
+    shards: dict[tuple[Any, ...], Shard] = field(default_factory=dict)
+    waiting: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # who has still to use them
+    halvings: int = 0
+    ran_out: bool = False
+
+    def clear(self) -> None:
+        self.shards.clear()
+        self.waiting.clear()
+
+
+_shared: WeakKeyDictionary[Any, _Shared] = WeakKeyDictionary()
 
 
 class Probe(Diagnostic):
     """Embeds a labelled dataset now and then, on all ranks, and says what the features are worth.
 
-    A subclass defines :meth:`evaluate`. Batches go through the same transfer hooks as in training (a module that
-    normalises on the device does so here too), with the trainer in validation.
+    A subclass defines :meth:`evaluate`, of whole splits, or, where those do not fit on one rank,
+    :meth:`evaluate_shards`. Batches go through the same transfer hooks as in training (a module that normalises on the
+    device does so here too), with the trainer in validation. Probes of the same dataset at the same moment share one
+    pass over it, and those of the same encoder one forward pass, whatever parts of it they look at.
 
     Args:
         encoder: Dotted path of the submodule that the images, tokens or series enter.
-        data: A DataModule with `probe_dataloaders`, or a pair of train and test DataLoaders or Datasets that yield
-            clean images with labels; by default the trainer's DataModule. Loaders are cut into one shard a rank here.
+        data: A DataModule with `probe_dataloaders`, or a pair of train and test sets that yield clean images with
+            labels: DataLoaders, Datasets (Hugging Face's too) or iterables, the same on all ranks; by default the
+            trainer's DataModule. Each rank embeds its own share.
         num_classes: By default the DataModule's, or as many as the labels name.
         every_n_epochs: Probe at the end of every n-th epoch and of the last.
         every_n_steps: Probe before every n-th training step as well.
@@ -62,6 +89,9 @@ class Probe(Diagnostic):
         name: Keeps several instances apart: ``val/<name>/...``.
         features: Dotted path of a part of the encoder whose output counts; by default the encoder's own.
         layout: The axes of the features; see :class:`Watcher`.
+        targets: What labels are: "class" (integers [N]), "multilabel" (zeros and ones [N, C]) or "continuous".
+        dtype: The precision in which features are kept: "float32", "float16" or "bfloat16".
+        num_samples: How many samples iterables of train and test data have, or are to be taken from them.
 
     Example:
         >>> class ClassSizes(Probe):
@@ -81,6 +111,9 @@ class Probe(Diagnostic):
         name: str | None = None,
         features: str | None = None,
         layout: Layout | None = None,
+        targets: Targets = "class",
+        dtype: str = "float32",
+        num_samples: Sequence[int] | None = None,
     ) -> None:
         super().__init__({"encoder": encoder}, every_n_steps, every_n_epochs, name)
         if num_classes is not None and num_classes < 2:
@@ -88,17 +121,44 @@ class Probe(Diagnostic):
         check_layout(layout)
         if features is not None and not f"{features}.".startswith(f"{encoder}."):
             raise ValueError(f"`features` must lie inside encoder={encoder!r}, got {features!r}")
+        if targets not in ("class", "multilabel", "continuous"):
+            raise ValueError(f'`targets` must be "class", "multilabel" or "continuous", got {targets!r}')
+        if dtype not in _DTYPES:
+            raise ValueError(f"`dtype` must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        if num_samples is not None and (len(num_samples) != 2 or any(n < 1 for n in num_samples)):
+            raise ValueError(f"`num_samples` must be two positive integers, of train and test, got {num_samples}")
         if features is not None:
             self.places["features"] = features
         self.encoder, self.data, self.num_classes = encoder, data, num_classes
         self.features, self.layout, self.baseline = features, layout, baseline
+        self.targets, self.dtype, self.num_samples = targets, dtype, num_samples
         self._layout: str | None = None
+        self._trying = False  # on a few rows, before training
 
     def evaluate(
         self, train: Features, test: Features, num_classes: int, trainer: L.Trainer
     ) -> Mapping[str, Tensor | float]:
         """The values to log, from whole splits that are the same on all ranks; may use collectives."""
         raise NotImplementedError
+
+    def evaluate_shards(
+        self, train: Shard, test: Shard, num_classes: int, trainer: L.Trainer
+    ) -> Mapping[str, Tensor | float]:
+        """The values to log, from each rank's own rows; by default they are gathered for :meth:`evaluate`."""
+        together = self.together(trainer)
+        return self.evaluate(gathered(together, train), gathered(together, test), num_classes, trainer)
+
+    def operations(self, train: int, test: int, dim: int, num_classes: int) -> float:
+        """About how many multiplications an evaluation takes, for the cost that is stated before training."""
+        return 0.0
+
+    def together(self, trainer: L.Trainer) -> Together:
+        """The ranks, for work on shards."""
+        return Together(trainer.strategy.root_device, sharded=ranks_of(trainer) > 1)
+
+    def budget(self, trainer: L.Trainer) -> int:
+        """How many numbers a chunk may hold; half as many after each time that memory ran out."""
+        return max(2**14, BUDGET >> self._shares(trainer).halvings)
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -120,9 +180,9 @@ class Probe(Diagnostic):
         try:
             for split, loader in zip(("train", "test"), self._loaders(trainer), strict=True):
                 with isolate_rng():
-                    batch = next(iter(_one_sample(loader)), None)
+                    batch = next(iter(one_sample(loader)), None)
                 if batch is not None:
-                    inputs_and_label(batch, split)
+                    inputs_and_label(batch, split, self.targets)
                 elif ranks_of(trainer) == 1:
                     problem = f"the probe's {split} set is empty; pass `data=` with samples"
         except (MisconfigurationException, ValueError) as error:
@@ -135,23 +195,27 @@ class Probe(Diagnostic):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.baseline and trainer.global_step == 0 and self._last_step is None:
             self._last_step = 0
-            values = self._probe(trainer, pl_module, "val")
+            values = self._probe(trainer, pl_module, "val", ("start",))
             log_now(trainer, values, step=0)
             trainer.callback_metrics.update({key: torch.tensor(value) for key, value in values.items()})
+        else:
+            self._try_out(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         step = logging_step(trainer)
+        if self._shares(trainer).moment[:1] != (("step", step),):
+            self._shares(trainer).clear()
         if self._is_due(step):
             self._last_step = step
-            values = self._probe(trainer, pl_module, "val")
+            values = self._probe(trainer, pl_module, "val", ("step", step))
             log_for_callbacks(pl_module, values)
             log_now(trainer, values, step)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "validate":
-            log_epoch(pl_module, self._probe(trainer, pl_module, "val"))
+            log_epoch(pl_module, self._probe(trainer, pl_module, "val", ("val",)))
         elif not trainer.sanity_checking and trainer.is_last_batch and all_ranks_evaluate(trainer, pl_module):
             # With the epoch's validation, so that a checkpoint can be chosen by these values.
             self._end_of_epoch(trainer, pl_module)
@@ -160,103 +224,160 @@ class Probe(Diagnostic):
         self._end_of_epoch(trainer, pl_module)
 
     def on_test_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        log_epoch(pl_module, self._probe(trainer, pl_module, "test"))
+        log_epoch(pl_module, self._probe(trainer, pl_module, "test", ("test",)))
 
     def _end_of_epoch(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         epoch = trainer.current_epoch
-        if self.every_n_epochs is None or self._last_epoch == epoch:
-            return
-        if (epoch + 1) % self.every_n_epochs == 0 or epoch + 1 == trainer.max_epochs:
+        if self._is_due_at(("epoch", epoch), trainer):
             self._last_epoch = epoch
-            log_epoch(pl_module, self._probe(trainer, pl_module, "val"))
+            log_epoch(pl_module, self._probe(trainer, pl_module, "val", ("epoch", epoch)))
+
+    def _is_due_at(self, moment: tuple[Any, ...], trainer: L.Trainer) -> bool:
+        """Whether this probe is to run at a moment at which another does."""
+        kind, *number = moment
+        if kind == "start":
+            return self.baseline and self._last_step is None
+        if kind == "step":
+            return self._is_due(number[0])
+        if kind == "epoch":
+            n, epoch = self.every_n_epochs, number[0]
+            due = n is not None and ((epoch + 1) % n == 0 or epoch + 1 == trainer.max_epochs)
+            return due and self._last_epoch != epoch
+        return True
 
     # What ----------------------------------------------------------------------------------------------------------
 
-    def _probe(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> dict[str, float]:
+    def _shares(self, trainer: L.Trainer) -> _Shared:
+        return _shared.setdefault(trainer, _Shared())
+
+    def _probe(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str, moment: tuple[Any, ...]
+    ) -> dict[str, float]:
+        began = time.perf_counter()
+        self._moment = moment
         with undisturbed(pl_module.device), isolate_rng(), evaluation_mode(pl_module), silence(), validating(trainer):
-            train_loader, test_loader = self._loaders(trainer)
-            train = self._embed(trainer, pl_module, train_loader, "train")
-            test = None if train is None else self._embed(trainer, pl_module, test_loader, "test")
+            train = self._embed(trainer, pl_module, "train")
+            test = None if train is None else self._embed(trainer, pl_module, "test")
             if train is None or test is None:
                 return {}
             num_classes = self._num_classes(trainer, train, test)
             try:
-                values = self.evaluate(train, test, num_classes, trainer)
+                values = self.evaluate_shards(train, test, num_classes, trainer)
             except torch.distributed.DistError:
                 raise
-            except (ValueError, RuntimeError) as error:  # rows are the same on all ranks: so is this
+            except (ValueError, RuntimeError, MemoryError) as error:  # the same on all ranks
                 self._failed(trainer, error)
                 return {}
+            finally:
+                self._release(trainer)
+            if moment == ("start",):
+                self._state_cost(trainer, train, test, time.perf_counter() - began)
             return as_floats({self.key(stage, quantity): value for quantity, value in values.items()})
 
-    def _failed(self, trainer: L.Trainer, error: object) -> None:
-        self.warn("a probe failed, training goes on: ", f"step {logging_step(trainer)}, {error}")
+    def _failed(self, trainer: L.Trainer, error: Exception) -> None:
+        """One warning, and training goes on; where memory ran out, on all ranks, and the next probe takes less."""
+        words = f"step {logging_step(trainer)}, {type(error).__name__ if not str(error) else error}"
+        if not out_of_memory(error):
+            self.warn("a probe failed, training goes on: ", words)
+            return
+        shares = self._shares(trainer)
+        shares.halvings += 1
+        shares.clear()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        warnings.warn(
+            f"{self._who}: a probe ran out of memory, training goes on, the next one takes half the chunk: {words}",
+            stacklevel=2,
+        )
 
     def _agree(self, trainer: L.Trainer, ok: bool) -> bool:
         return agree(ok, device=trainer.strategy.root_device)[0] if ranks_of(trainer) > 1 else ok
 
-    def _embed(self, trainer: L.Trainer, pl_module: L.LightningModule, loader: Any, split: str) -> Features | None:
-        """Collective: every rank embeds its shard, all of them get all rows."""
-        problem: Exception | None = None
-        mine: dict[str, Tensor] = {}
+    # One pass for all -------------------------------------------------------------------------------------------------
+
+    def _source(self, trainer: L.Trainer) -> Any:
+        return self.data if self.data is not None else getattr(trainer, "datamodule", None)
+
+    def _data_key(self, trainer: L.Trainer) -> tuple[Any, ...]:
+        source = self._source(trainer)
+        parts = source if isinstance(source, (tuple, list)) else [source]
+        return (*(id(part) for part in parts), self.targets, tuple(self.num_samples or ()))
+
+    def _reader(self, pl_module: L.LightningModule) -> Reader:
+        place_ = self.features or self.encoder
+        layout = self.layout if isinstance(self.layout, str) or self.layout is None else id(self.layout)
+        return Reader(
+            self.encoder,
+            place_,
+            _DTYPES[self.dtype],
+            (self.encoder, place_, layout, self.dtype),
+            lambda output, seen, samples: self._rows(output, seen, samples, pl_module),
+            lambda: self._layout is None,
+        )
+
+    def _embed(self, trainer: L.Trainer, pl_module: L.LightningModule, split: str) -> Shard | None:
+        """Collective: this rank's shard of a split, from the pass that all probes of this moment share."""
+        shares, data, moment = self._shares(trainer), self._data_key(trainer), self._moment
+        reader = self._reader(pl_module)
+        now = moment, trainer.global_step, fingerprint(pl_module)
+        if self._agree(trainer, shares.moment == now and (data, split, reader.key) in shares.shards):
+            return shares.shards[data, split, reader.key]
+        if shares.moment != now:
+            shares.clear()
+        others = [
+            other
+            for other in trainer.callbacks  # type: ignore[attr-defined]
+            if isinstance(other, Probe) and other is not self
+            if other._data_key(trainer) == data and other._is_due_at(moment, trainer)
+        ]
+        found = self._pass(trainer, pl_module, split, [self, *others])
+        if found is None and others and not shares.ran_out:  # another's wishes may be what failed
+            found = self._pass(trainer, pl_module, split, others := [self])
+        if found is None:
+            return None
+        shares.moment = now
+        for other in [self, *others]:
+            key = data, split, other._reader(pl_module).key
+            shares.shards[key] = found[key[2]]
+            shares.waiting.setdefault(key, set()).add(id(other))
+        if not found[reader.key].total:
+            raise MisconfigurationException(f"{self._who}: the probe's {split} set holds no labelled samples")
+        return found[reader.key]
+
+    def _pass(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, probes: Sequence[Probe]
+    ) -> dict[tuple[Any, ...], Shard] | None:
+        """Collective: the shards of one pass over a split for several probes, or None and a warning."""
+        shares, loaders = self._shares(trainer), self._loaders(trainer)
+        shares.ran_out = False
+
+        def make() -> dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]:
+            readers = [probe._reader(pl_module) for probe in probes]
+            loader, pieces = loaders[split == "test"], 2**shares.halvings
+            return embed(trainer, pl_module, self._holder(trainer), loader, split, readers, self.targets, pieces)
+
         try:
-            pieces = [
-                (rows[label >= 0], label[label >= 0], positions[label >= 0])  # -1 marks samples without a label
-                for rows, label, positions in self._pieces(trainer, pl_module, loader, split)
-            ]
-            if pieces:
-                columns = (torch.cat(column) for column in zip(*pieces, strict=True))
-                mine = dict(zip(("rows", "labels", "index"), columns, strict=True))
-        except Exception as error:
-            problem = error
-        try:
-            if ranks_of(trainer) > 1:
-                parts = [part for part in exchange(mine, pl_module.device, problem) if part]
-            elif problem is not None:
-                raise problem
-            else:
-                parts = [mine] if mine else []
+            return place(self.together(trainer), make)
         except torch.distributed.DistError:
             raise
         except Exception as error:
-            self._failed(trainer, error)
+            shares.ran_out = out_of_memory(error)
+            if len(probes) == 1 or shares.ran_out:
+                self._failed(trainer, error)
             return None
-        if not parts or not sum(len(part["rows"]) for part in parts):
-            raise MisconfigurationException(f"{self._who}: the probe's {split} set holds no labelled samples")
-        rows, labels, index = (torch.cat([part[name] for part in parts]) for name in ("rows", "labels", "index"))
-        order = index.argsort(stable=True)
-        first = torch.ones_like(order, dtype=torch.bool)
-        first[1:] = index[order][1:] != index[order][:-1]  # a sampler's padding repeats samples
-        order = order[first]
-        return Features(rows[order], labels[order])
 
-    def _pieces(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, loader: Any, split: str
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """This rank's rows, labels and positions, batch by batch."""
-        encoder, precision = find_module(pl_module, self.encoder, "encoder"), trainer.precision_plugin
-        exit_at = find_module(pl_module, self.features or self.encoder, "features")
-        holder = self.data if is_a(self.data, "LightningDataModule") else getattr(trainer, "datamodule", None)
-        for batch, positions in shard(trainer, loader):
-            moved = transferred(batch, pl_module, holder, precision.convert_input)
-            inputs, label = inputs_and_label(moved, split)
-            layouts = Layouts()
-            left: list[tuple[Any, str | None]] = []
-            handles = layouts.follow(encoder) if self._layout is None else []
-            handles.append(exit_at.register_forward_hook(partial(_keep, left, layouts)))
-            try:
-                with precision.forward_context():
-                    encoder(**inputs) if isinstance(inputs, Mapping) else encoder(inputs)
-            finally:
-                for handle in handles:
-                    handle.remove()
-            if not left:
-                raise ValueError(f"`features={self.features!r}` was not called when {self.encoder!r} ran")
-            output, seen = left[-1]
-            rows = self._rows(output, seen, len(label), pl_module).float()
-            if len(rows) != len(label):
-                raise ValueError(f"{len(rows)} rows of features for {len(label)} labels; pass `layout=`")
-            yield rows, label.to(rows.device), positions.to(rows.device)
+    def _holder(self, trainer: L.Trainer) -> Any:
+        """The DataModule whose transfer hooks apply."""
+        return self.data if is_a(self.data, "LightningDataModule") else getattr(trainer, "datamodule", None)
+
+    def _release(self, trainer: L.Trainer) -> None:
+        """Let go of the features that nobody waits for any more."""
+        shares = self._shares(trainer)
+        for key in list(shares.shards):
+            shares.waiting.get(key, set()).discard(id(self))
+            if not shares.waiting.get(key):
+                del shares.shards[key]
+                shares.waiting.pop(key, None)
 
     def _rows(self, output: Any, seen: str | None, samples: int, pl_module: L.LightningModule) -> Tensor:
         if callable(self.layout):
@@ -268,21 +389,80 @@ class Probe(Diagnostic):
             self._layout = self.layout or settle(x, seen, [samples], puts_sequences_first(pl_module))
         return rows_of(x, self._layout)
 
-    def _num_classes(self, trainer: L.Trainer, train: Features, test: Features) -> int:
-        if len(train.labels.unique()) < 2:
+    def _num_classes(self, trainer: L.Trainer, train: Shard, test: Shard) -> int:
+        """Collective."""
+        if self.targets != "class":
+            return int(train.labels.shape[1])
+        present = self.together(trainer).gather(lambda: {s: x.labels.unique() for s, x in (("a", train), ("b", test))})
+        seen = torch.cat([part["a"].cpu() for part in present]).unique()
+        if len(seen) < 2:
             raise MisconfigurationException(
-                f"{self._who}: the probe's train set holds one class only (label {int(train.labels[0])}); "
+                f"{self._who}: the probe's train set holds one class only (label {int(seen[0])}); "
                 "a probe needs at least two"
             )
         source = self.data if is_a(self.data, "LightningDataModule") else None
         source = source or (trainer.datamodule if self.data is None else None)  # type: ignore[attr-defined]
-        largest = int(max(train.labels.max(), test.labels.max())) + 1
+        largest = int(max(int(part[s].max()) for part in present for s in "ab" if len(part[s]))) + 1
         known = self.num_classes or getattr(source, "num_classes", None) or largest
         if known < largest:
             raise MisconfigurationException(
                 f"{self._who}: `num_classes={known}`, but the labels go up to {largest - 1}; pass {largest} or more"
             )
-        return known
+        return int(known)
+
+    # What it will cost ------------------------------------------------------------------------------------------------
+
+    def _try_out(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Collective: embed a batch, try the collectives on a few rows, and say what a probe will take."""
+        with undisturbed(pl_module.device), isolate_rng(), evaluation_mode(pl_module), silence(), validating(trainer):
+            together, reader = self.together(trainer), self._reader(pl_module)
+            holder = self._holder(trainer)
+            began = time.perf_counter()
+            try:
+                loaders = self._loaders(trainer)
+                few = [
+                    place(
+                        together,
+                        lambda loader=loader, split=split: embed(
+                            trainer, pl_module, holder, loader, split, [reader], self.targets, batches=1
+                        ),
+                    )[reader.key]
+                    for loader, split in zip(loaders, ("train", "test"), strict=True)
+                ]
+                seconds = time.perf_counter() - began
+                some = [_alternating(part, self.targets) for part in few]
+                self._trying = True
+                self.evaluate_shards(*some, 2 if self.targets == "class" else some[0].labels.shape[1], trainer)
+            except torch.distributed.DistError:
+                raise
+            except Exception as error:
+                self._failed(trainer, error)
+                return
+            finally:
+                self._trying = False
+            own = [own_samples(trainer, loader) for loader in loaders]
+            if any(n is None for n in own):
+                self.tell(
+                    "how many samples its data has is not known; pass `num_samples=` to be told what a probe takes"
+                )
+                return
+            totals = [n * trainer.world_size for n in own if n is not None]
+            speed = max(1, sum(len(part.rows) for part in few)) / seconds
+            dim, classes = few[0].rows.shape[1], self.num_classes or getattr(holder, "num_classes", None) or 1000
+            work = (
+                self.operations(*totals, dim, classes) / trainer.world_size / _multiplications_a_second(together.device)
+            )
+            self._say(totals, dim, sum(n for n in own if n is not None) / speed + work, "about ")
+
+    def _state_cost(self, trainer: L.Trainer, train: Shard, test: Shard, seconds: float) -> None:
+        self._say([train.total, test.total], train.rows.shape[1], seconds, "")
+
+    def _say(self, totals: Sequence[int], dim: int, seconds: float, about: str) -> None:
+        size = sum(totals) * dim * _DTYPES[self.dtype].itemsize
+        self.tell(
+            f"a probe takes {totals[0]:,} + {totals[1]:,} rows of {dim} features, {size / 1e6:.3g} MB over all ranks, "
+            f"at most {6 * 4 * BUDGET / 1e6:.0f} MB for chunks on each, {about}{seconds:.2g} s"
+        )
 
     def _loaders(self, trainer: L.Trainer) -> ProbeLoaders:
         data: Any = self.data if self.data is not None else getattr(trainer, "datamodule", None)
@@ -296,7 +476,7 @@ class Probe(Diagnostic):
                 data.trainer = trainer
                 self._prepare(trainer, data)
             loaders = data.probe_dataloaders()
-            return [_Sharded(loader) for loader in loaders]
+            return [Sharded(loader) for loader in loaders]
         if data is None:
             raise MisconfigurationException(
                 "`data` is missing: the trainer has no DataModule; pass `data=(train_loader, test_loader)` with clean, "
@@ -306,7 +486,8 @@ class Probe(Diagnostic):
             raise MisconfigurationException(
                 f"`data` must be a DataModule or a pair (train_loader, test_loader), got {type(data).__name__}"
             )
-        return [DataLoader(part, batch_size=256) if isinstance(part, Dataset) else part for part in data]
+        samples = self.num_samples or (None, None)
+        return [as_loader(part, n) for part, n in zip(data, samples, strict=True)]
 
     def _prepare(self, trainer: L.Trainer, data: L.LightningDataModule) -> None:
         """Collective: download on one rank of each machine, then set up on all."""
@@ -321,146 +502,21 @@ class Probe(Diagnostic):
         data.setup("fit")
 
 
-class _Sharded:
-    """Marks a loader that gives each rank its own samples already."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-
-def shard(trainer: L.Trainer, loader: Any) -> Iterator[tuple[Any, Tensor]]:
-    """This rank's batches of a loader, each with the dataset positions of its samples."""
-    rank, world_size = trainer.global_rank, trainer.world_size
-    limit = int(trainer.fast_dev_run) or None  # type: ignore[attr-defined]
-    if isinstance(loader, _Sharded):
-        seen = 0
-        for batch in _limited(loader.loader, limit):
-            index = batch_index(batch)
-            if index is None:
-                size = len(inputs_and_label(batch, "probe")[1])
-                index = rank + world_size * torch.arange(seen, seen + size)
-                seen += size
-            yield batch, index
-    elif not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        seen = 0
-        for number, batch in enumerate(_limited(loader, limit)):  # the same stream on all ranks: take turns
-            size = len(inputs_and_label(batch, "probe")[1])
-            if number % world_size == rank:
-                yield batch, torch.arange(seen, seen + size)
-            seen += size
-    else:
-        own = _positions(loader)[rank::world_size]
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 64
-        for number, batch in enumerate(_limited(_reload(loader, own, size), limit)):
-            yield batch, torch.tensor(own[number * size : (number + 1) * size])
+def _alternating(part: Shard, targets: Targets) -> Shard:
+    """A few rows with two classes among them."""
+    labels = part.positions % 2 if targets == "class" else part.labels
+    return part._replace(labels=labels)
 
 
-def _limited(loader: Any, limit: int | None) -> Iterator[Any]:
-    for number, batch in enumerate(loader):
-        if number == limit:
-            return
-        yield batch
+def _multiplications_a_second(device: torch.device) -> float:
+    x = torch.ones(512, 512, device=device)
+    began = time.perf_counter()
+    float((x @ x)[0, 0])
+    return float(512**3 / max(1e-6, time.perf_counter() - began))
 
 
-def _positions(loader: DataLoader[Any]) -> list[int]:
-    """The dataset positions a loader draws from, each once; an order or a shard of its own does not matter."""
-    if isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
-        return list(range(len(loader.dataset)))  # type: ignore[arg-type]
-    with isolate_rng():
-        torch.manual_seed(0)  # a sampler that draws must draw the same on all ranks
-        return sorted({int(i) for i in loader.sampler})
-
-
-def _reload(
-    loader: DataLoader[Any], positions: list[int], batch_size: int, num_workers: int | None = None
-) -> DataLoader[Any]:
-    return DataLoader(
-        loader.dataset,
-        batch_size=batch_size,
-        sampler=positions,
-        num_workers=loader.num_workers if num_workers is None else num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context if num_workers is None else None,
-    )
-
-
-def _one_sample(loader: Any) -> Any:
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        return _reload(loader, _positions(loader)[:1], 1, num_workers=0)
-    return loader.loader if isinstance(loader, _Sharded) else loader
-
-
-def inputs_and_label(batch: Any, split: str) -> tuple[Tensor | dict[str, Any], Tensor]:
-    """What enters the encoder, and the labels [N]: the first two of a tuple, or a dict's by name.
-
-    A dict without an image (token ids, say) enters as keyword arguments, without its labels.
-    """
-    inputs: Any = None
-    label: Any = None
-    if isinstance(batch, Mapping):
-        label = next((batch[key] for key in _LABEL_KEYS if key in batch), None)
-        inputs = next((batch[key] for key in _IMAGE_KEYS if key in batch), None)
-        if inputs is None:
-            inputs = {key: value for key, value in batch.items() if key not in (*_LABEL_KEYS, "index")}
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        inputs, label = batch[0], batch[1]
-    if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
-        inputs = inputs[0]
-    first = first_tensor(inputs, floating=False) if isinstance(inputs, (Tensor, Mapping)) else None
-    if first is None or not first.ndim:
-        raise MisconfigurationException(
-            f"the probe's {split} loader must yield (image, label) or a dict with both, one clean image tensor a "
-            f"batch; got {_describe(batch)}"
-        )
-    if not isinstance(label, Tensor) or label.is_floating_point() or label.ndim != 1:
-        raise MisconfigurationException(
-            f"the probe's {split} loader yields no labels: an integer tensor [{len(first)}] must follow the image; "
-            f"got {_describe(batch)}"
-        )
-    return dict(inputs) if isinstance(inputs, Mapping) else inputs, label
-
-
-def batch_index(batch: Any) -> Tensor | None:
-    index = batch.get("index") if isinstance(batch, Mapping) else getattr(batch, "index", None)
-    return index if isinstance(index, Tensor) else None
-
-
-def _describe(batch: Any) -> str:
-    if isinstance(batch, Tensor):
-        return f"a tensor {tuple(batch.shape)} of {batch.dtype}"
-    if isinstance(batch, Mapping):
-        return "a dict of " + ", ".join(f"{key}: {_describe(value)}" for key, value in batch.items())
-    if isinstance(batch, (tuple, list)):
-        return f"a {type(batch).__name__} of (" + ", ".join(_describe(value) for value in batch[:4]) + ")"
-    return type(batch).__name__
-
-
-def transferred(batch: Any, pl_module: L.LightningModule, holder: Any, convert: Callable[[Any], Any]) -> Any:
-    """A batch as the network gets it: through the hooks of the DataModule or, where that has none, the module."""
-
-    def hook(name: str) -> Callable[..., Any]:
-        owner = holder if holder is not None and overrides(holder, name) else pl_module
-        return getattr(owner, name)  # type: ignore[no-any-return]
-
-    batch = hook("on_before_batch_transfer")(convert(batch), 0)
-    batch = hook("transfer_batch_to_device")(batch, pl_module.device, 0)
-    return hook("on_after_batch_transfer")(batch, 0)
-
-
-@contextmanager
-def validating(trainer: L.Trainer) -> Iterator[None]:
-    """Let hooks that ask the trainer find it in validation: they would augment in training."""
-    stage = trainer.state.stage
-    if stage is not None:
-        trainer.state.stage = type(stage).VALIDATING
-    try:
-        yield
-    finally:
-        trainer.state.stage = stage
-
-
-def _keep(left: list[tuple[Any, str | None]], layouts: Layouts, module: nn.Module, args: Any, output: Any) -> None:
-    first = first_tensor(output)
-    left.append((copied(output), None if first is None else layouts.of(first, module, args)))
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this, or what another rank said, is about memory that could not be had."""
+    words = f"{type(error).__name__}: {error}".lower()
+    told = ("out of memory", "outofmemory", "can't allocate memory", "cannot allocate memory", "memoryerror")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in words for word in told)

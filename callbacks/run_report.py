@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor
+from torch.nn import Identity
 
 from lightning_ssl._lightning import epoch_values, logged_values, logging_step
 from lightning_ssl.callbacks._engine.report import warn_once, write_file
@@ -54,7 +55,7 @@ class RunReport(L.Callback):
         self.history: dict[str, Series] = {}
         self._seen: dict[str, Any] = {}
         self._unread: list[tuple[str, int, Any]] = []
-        self._noted: dict[str, float] = {}  # at the end of an epoch, before it was logged
+        self._noted: dict[str, float] = {}  # at the end of an epoch or a validation, before it was logged
         self._folder: Path | None = None
         self._quantities: tuple[Quantity, ...] = declared(())
         self._began = self._written = time.time()
@@ -76,16 +77,24 @@ class RunReport(L.Callback):
             self._write(trainer, pl_module, "running")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._collect(trainer)
+        if trainer.sanity_checking:
+            return
+        self._read()
+        self._collect(trainer)
+        keys = [key for key, *_ in self._unread]
+        for key in keys:
+            self._noted.pop(key, None)
+        self._read()
+        self._noted |= {key: self.history[key][-1][1] for key in keys}  # Lightning logs them after this
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # Now, and not with the next batch: the epoch's checkpoint holds what there is by now.
         self._read()
         values = {key: value for key, value in epoch_values(trainer).items() if key != "epoch"}
-        self._noted = dict(zip(values, to_host(list(values.values())), strict=True))
-        for key, value in self._noted.items():
+        noted = dict(zip(values, to_host(list(values.values())), strict=True))
+        for key, value in noted.items():
             self._note(key, logging_step(trainer), value)
+        self._noted |= noted
         self._write(trainer, pl_module, "running")
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -161,7 +170,7 @@ class RunReport(L.Callback):
             },
             "steps": steps,
             "epochs": trainer.current_epoch,
-            "verdicts": verdicts_of(trainer.callbacks, self.history),  # type: ignore[attr-defined]
+            "verdicts": verdicts_of(trainer.callbacks, self.history, facts(pl_module)),  # type: ignore[attr-defined]
             "quantities": quantities,
             "declared": known,
             "config_hash": config_hash(folder / "config.yaml") if folder is not None else None,
@@ -225,18 +234,34 @@ GRADES = ("healthy", "dimensional collapse", "complete collapse")
 EVIDENCE = {"std": "spread (1 over the sphere, 0 one point)", "rank": "dimensions that hold most of the variance"}
 
 
-def verdicts_of(callbacks: list[Any], history: dict[str, Series]) -> list[dict[str, Any]]:
-    """What the monitors say, one for each place."""
+def verdicts_of(callbacks: list[Any], history: dict[str, Series], known: list[str]) -> list[dict[str, Any]]:
+    """What the monitors say, one for each place; to what is behind a collapse they add what is known of the module."""
     found: list[dict[str, Any]] = []
     for monitor in callbacks:
         if isinstance(monitor, CollapseMonitor):
             found += _told(monitor, history)
+    for verdict in found:
+        if not verdict["healthy"] and verdict["main"]:
+            new = [fact for fact in known if fact.partition(",")[0] not in verdict["cause"]]
+            verdict["cause"] = "; ".join([*new, *([verdict["cause"]] if verdict["cause"] else [])])
+    return found
+
+
+def facts(module: Any) -> list[str]:
+    """What a module says of itself that lets features collapse."""
+    found = []
+    if getattr(module, "stop_gradient", None) is False:
+        found.append("no stop-gradient, the module's stop_gradient is false")
+    if getattr(module, "target", None) is not None and isinstance(
+        getattr(module, "predictor", 0), (type(None), Identity)
+    ):
+        found.append("no predictor, though there is a target network")
     return found
 
 
 def _told(monitor: Any, history: dict[str, Series]) -> list[dict[str, Any]]:
     if hasattr(monitor.verdict, "places"):
-        return [_place(place) for place in monitor.verdict.places]
+        return [_place(place, _begun(place, monitor.verdict.turns)) for place in monitor.verdict.places]
     start = f"collapse/{monitor.name}/" if monitor.name else "collapse/"
     looks = history.get(f"{start}verdict")
     if looks is None or not len(looks):
@@ -253,7 +278,16 @@ def _told(monitor: Any, history: dict[str, Series]) -> list[dict[str, Any]]:
     return [{**told, "step": turned[0] if turned else None, "cause": cause, "remedy": "", "forecast": ""}]
 
 
-def _place(place: Any) -> dict[str, Any]:
+def _begun(place: Any, turns: Any) -> int | None:
+    """The step at which a place was healthy last, before it turned to one kind of collapse or, later, another."""
+    begun = None
+    for turn in turns:
+        if turn.place == place.place:  # a forecast is of a place that is healthy yet
+            begun = None if turn.after in ("healthy", "forecast") else turn.step if begun is None else begun
+    return place.since if begun is None else begun
+
+
+def _place(place: Any, begun: int | None) -> dict[str, Any]:
     evidence = []
     for item in place.evidence:
         start = "" if item.start is None else f" ({item.start:.3g} at the start)"
@@ -265,7 +299,7 @@ def _place(place: Any) -> dict[str, Any]:
         "main": place.main,
         "kind": "healthy" if healthy else f"{place.kind} collapse",
         "healthy": healthy,
-        "step": None if healthy else place.since,
+        "step": None if healthy else begun,
         "evidence": "; ".join(evidence) or f"looked at up to step {place.step}",
         "cause": place.cause,
         "remedy": place.remedy,

@@ -23,12 +23,13 @@ from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks,
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.folder import run_dir
 from lightning_ssl.functional.checks import check_rows, trusting
+from lightning_ssl.precision import exact_products
 
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Compute on captured tensors at full precision, without gradients, inside or outside inference mode."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products():
         yield
 
 

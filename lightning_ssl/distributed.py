@@ -120,12 +120,43 @@ class _GatherRows(torch.autograd.Function):
         return all_reduce_sum(grad.contiguous())[ctx.start : ctx.start + ctx.rows], None
 
 
+def sum_over_ranks(x: Tensor, same_after: bool = False) -> Tensor:
+    """The sum of the ranks' tensors of one shape, differentiable.
+
+    Args:
+        x: This rank's.
+        same_after: What each rank makes of the sum is the same on all of them, down to its loss: the gradient then is
+            known without a collective.
+    """
+    return x if world_size() == 1 else _SumOverRanks.apply(x, same_after)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, same_after: bool) -> Tensor:
+        ctx.same_after = same_after
+        return all_reduce_sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * world_size() if ctx.same_after else all_reduce_sum(grad), None
+
+
 # Tensors that a strategy keeps in pieces (FSDP2) ----------------------------------------------------------------------
 
 
 def is_in_pieces(x: Any) -> bool:
     """Whether each rank holds a piece of a tensor only (a DTensor)."""
     return isinstance(x, Tensor) and hasattr(x, "full_tensor")
+
+
+def to_pieces(*modules: Any) -> None:
+    """Let modules cut by FSDP2 hold their pieces: after a forward pass some hold whole copies, to write into which is
+    of no use."""
+    for module in modules:
+        for part in module.modules():
+            if hasattr(part, "reshard"):
+                part.reshard()
 
 
 def whole(x: Tensor) -> Tensor:

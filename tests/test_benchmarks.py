@@ -21,7 +21,7 @@ PEERS = {
     "covariance_operator": ["backpack", "nngeometry"],
     "throughput": ["lightly"],
 }
-EXPENSIVE = {"ddp", "growth", "loading", "startup"}  # they start processes
+EXPENSIVE = {"ddp", "growth", "loading", "startup", "step"}  # they start processes
 
 
 @pytest.mark.parametrize(

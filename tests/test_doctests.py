@@ -19,7 +19,7 @@ MODULES = [
     if not module.ispkg and not module.name.endswith("__main__")
 ]
 SHOWN = ("lightning_ssl.functional.", "lightning_ssl.metrics.")
-TOOLS = ("checks", "connection", "estimate", "sketch", "_base")  # what those two are made of
+TOOLS = ("checks", "connection", "descent", "estimate", "sketch", "_base")  # what those two are made of
 
 
 @pytest.mark.parametrize("name", MODULES)

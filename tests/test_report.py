@@ -214,6 +214,11 @@ class Looks(L.Callback):
         return (self.folder / "report.html").read_text()
 
 
+class Validated(strangers.LightlyBYOL):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx))
+
+
 def test_the_page_is_written_each_epoch_and_values_are_read_in_bulk(tmp_path, monkeypatch):
     reads = []
     monkeypatch.setattr(run_report, "to_host", lambda values, real=run_report.to_host: reads.append(1) or real(values))
@@ -223,11 +228,14 @@ def test_the_page_is_written_each_epoch_and_values_are_read_in_bulk(tmp_path, mo
         max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=tmp_path, callbacks=watch, limit_train_batches=4,
     )  # fmt: skip
-    trainer.fit(strangers.LightlyBYOL(), strangers.loader(strangers.Pairs(64)))
+    held_out = strangers.loader(strangers.Pairs(16))
+    trainer.fit(Validated(), strangers.loader(strangers.Pairs(64)), held_out)
+    steps = [step for step, _ in watch[1].history["val/loss"]]
+    assert steps == sorted(set(steps)) and len(steps) == 3  # each validation once
     assert looks.seen == [("running", 4, True), ("running", 8, True)]
-    assert len(reads) <= 3 * 3 + 1  # at the end of an epoch and of the run, not with each step
+    assert len(reads) <= 3 * 5 + 1  # at the end of an epoch and of the run, not with each step
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["run"]["state"] == "finished" and summary["run"]["method"] == "LightlyBYOL"
+    assert summary["run"]["state"] == "finished" and summary["run"]["method"] == "Validated"
     assert {"first", "best", "last", "min", "max", "count", "declared"} == set(summary["quantities"]["collapse/std"])
     assert summary["quantities"]["collapse/std"]["last"]["step"] == 11
     assert summary["cost"]["seconds"] > 0 and summary["versions"]["torch"] == version("torch")

@@ -68,6 +68,7 @@ def test_a_folder_belongs_to_one_run(folder, capsys):  # noqa: F811
     assert not Path("runs/keep/config-2.yaml").exists()
 
 
+@pytest.mark.slow
 def test_last_is_the_last_of_the_run_that_is_meant(folder, capsys):  # noqa: F811
     main(["fit", "--name=healthy", *QUICK, *FEW])
     main(["fit", "--name=other", "--model=BYOL", *QUICK, *FEW])
@@ -210,6 +211,7 @@ def test_noise_is_no_parting():
     rng, steps = np.random.default_rng(0), range(0, 1000, 10)
     one, two, leaves = ([(s, 1.0 + 0.05 * rng.normal() + (s > 500) * away) for s in steps] for away in (0, 0, 1))
     assert first_parting(one, two) is None
+    assert first_parting(one, [(s, v + 2 * (s == 300)) for s, v in two]) is None  # a spike is none either
     assert first_parting(one, leaves)[0] in range(510, 530)
     assert first_parting([(0, 0.3), (99, 0.8)], [(0, 0.3), (99, 0.1)])[0] == 99
     assert first_parting([], one) is None and first_parting([(0, 1.0)], [(5, 2.0)]) is None

@@ -26,6 +26,7 @@ class Spec(NamedTuple):
     layout: Layout | None = None
     declared: Declared = Declared()
     target: str | None = None
+    grad: bool = True  # False: a target network's place, whose calls without gradients are its views
 
 
 @dataclass
@@ -160,7 +161,7 @@ class Observatory:
     def _own(self, spec: Spec) -> dict[str, Any] | None:
         """This rank's rows, and what tells how views lie in them; without collectives."""
         place = self.places[spec.path]
-        calls = place.views() if self._stage == "train" else place.calls
+        calls = place.views() if self._stage == "train" and spec.grad else place.calls
         calls = [call for call in calls if call.left is not None and call.left.ndim and call.left.numel()]
         doubt = self._stage == "train" and place.in_doubt() and spec.declared.pairing is None
         online = len(calls)

@@ -7,8 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-# Strategies that cut a module's parameters (or its forward) into pieces no single rank sees.
-_SHARDING = {"FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy"}
+# Strategies that cut a module's parameters (or its forward) into pieces no single rank sees; of FSDP2's pieces
+# (ModelParallelStrategy) each rank can gather the whole.
+_SHARDING = {"FSDPStrategy", "DeepSpeedStrategy", "XLAFSDPStrategy"}
 
 
 def refuse_sharded(trainer: Any, callback: object) -> None:
@@ -17,7 +18,7 @@ def refuse_sharded(trainer: Any, callback: object) -> None:
     if names & _SHARDING:
         raise MisconfigurationException(
             f"{type(callback).__name__} reads whole weights and features, which {type(trainer.strategy).__name__} "
-            "splits over ranks; use strategy='ddp', or leave this callback out"
+            "splits over ranks; use strategy='ddp', ModelParallelStrategy (FSDP2), or leave this callback out"
         )
 
 

@@ -58,6 +58,18 @@ def log_epoch(pl_module: LightningModule, values: Mapping[str, float]) -> None:
         pl_module.log(key, _scalar(value), on_step=False, on_epoch=True, batch_size=1)
 
 
+def alert(trainer: Trainer, title: str, text: str, serious: bool) -> None:
+    """On rank 0: an alert of the loggers that send them (W&B), kept with an offline run as well."""
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        if is_a(logger, "WandbLogger"):
+            _guarded(logger, "alert", partial(_alert, logger, title, text, "WARN" if serious else "INFO"))
+
+
+def _alert(logger: Any, title: str, text: str, level: str) -> None:
+    logger.experiment.alert(title=title, text=text, level=level)
+    logger.experiment.summary["collapse"] = title.removeprefix("collapse: ")
+
+
 def log_figure(trainer: Trainer, folder: Path | None, key: str, draw: Callable[[], Figure], step: int) -> None:
     """On rank 0: draw, write ``<folder>/pictures/<key>/step_<step>.png``, hand to the loggers that take figures."""
     if not trainer.is_global_zero or (folder is None and not trainer.loggers):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ssl.data import cached
 from lightning_ssl.data.packed import Plans
+from lightning_ssl.precision import exact_products
 from lightning_ssl.rng import uniforms
 
 _TRIES = 10  # for a crop that fits, as in torchvision; then the largest central one
@@ -286,7 +287,8 @@ def carry_out(
 def make_views(plans: Plans, image: Tensor) -> list[Tensor]:
     """Make the views of a batch from bytes [B, C, H, W], or from those of each view, [V, B, 3, size, size]."""
     if image.device.type != "cpu":
-        return plans.make(image)
+        with exact_products():
+            return plans.make(image)
     given = image if image.ndim == 5 else [image] * len(plans)
     return [
         cached.carry_out(plan, recipe, pixels, plans.size, plans.mean, plans.std)

@@ -60,12 +60,12 @@ def read_folder(root: str) -> Folder:
     train, classes = _images(training)
     aside = next((base / name for name in TEST if training != base and (base / name).is_dir()), None)
     if aside is not None:
+        if next(_walk(aside), None) is None:
+            raise FileNotFoundError(f"{aside.name}/ holds no image.")
         test, its = _images(aside)
         if its != classes:
             odd = sorted(set(classes) ^ set(its))
             raise FileNotFoundError(f"the class folders of train/ and {aside.name}/ differ: {odd} are in one only.")
-        if not test:
-            raise FileNotFoundError(f"{aside.name}/ holds no image.")
         return Folder(train, test, classes, held_out=False)
     if len(train) < 2:
         raise FileNotFoundError(f"it holds {len(train)} image(s); at least two are needed.")

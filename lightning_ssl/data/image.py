@@ -155,6 +155,7 @@ class ImageDataModule(ShardedDataModule):
             clean_image=clean_image,
             seed=seed,
         )
+        self.predict_splits: Literal["test", "all"] = "test"  # what `predict` embeds
         self._source: Source | None = None
 
     @property
@@ -219,8 +220,11 @@ class ImageDataModule(ShardedDataModule):
     def test_dataloader(self) -> ShardLoader:
         return self._clean_loader(RawImages(self.source.test, self.pipeline, TEST, False, self.on_corrupt))
 
-    def predict_dataloader(self) -> ShardLoader:
-        return self.test_dataloader()
+    def predict_dataloader(self) -> ShardLoader | list[ShardLoader]:
+        if self.predict_splits == "test":
+            return self.test_dataloader()
+        train = RawImages(self.source.train, self.pipeline, TRAIN, False, self.on_corrupt)
+        return [self._clean_loader(train), self.test_dataloader()]
 
     def probe_dataloaders(self) -> tuple[ShardLoader, ShardLoader]:
         """Clean train and test splits as `ProbeBatch`es on the CPU; each rank gets its own shard, without padding.

@@ -112,7 +112,8 @@ class Pipeline:
 @lru_cache(maxsize=64)
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Numbers on a device, copied there once."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    with torch.inference_mode(False):  # it may be made in a validation, and used in training
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 class RawImages(EpochDataset):

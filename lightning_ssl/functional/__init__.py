@@ -46,7 +46,8 @@ from lightning_ssl.functional.quality import (
     wasserstein_uniformity,
 )
 from lightning_ssl.functional.regression import fit_linear_path, fit_linear_probe, fit_ridge
-from lightning_ssl.functional.spread import spread
+from lightning_ssl.functional.span import predictor_values_of_rows
+from lightning_ssl.functional.spread import spread, unbiased_participation, variance_shape
 
 __all__ = [
     "alignment",
@@ -82,6 +83,7 @@ __all__ = [
     "optimal_predictor",
     "pair_weight",
     "predictor_values",
+    "predictor_values_of_rows",
     "principal_plane",
     "prototype_use",
     "rankme",
@@ -93,6 +95,8 @@ __all__ = [
     "squared_distance",
     "stable_rank",
     "target_lag",
+    "unbiased_participation",
     "uniformity",
+    "variance_shape",
     "wasserstein_uniformity",
 ]

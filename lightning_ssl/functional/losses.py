@@ -217,10 +217,11 @@ def barlow_twins_loss(z1: Tensor, z2: Tensor, lambd: float = 5e-3) -> Tensor:
     check_same_shape(z1, z2, ("z1", "z2"))
     if z1.ndim != 2 or z1.shape[0] < 2:
         raise ValueError(f"`z1` must be [N, d] with at least 2 rows to standardise over, got {tuple(z1.shape)}")
-    return _redundancy(_standardize(z1).T @ _standardize(z2) / z1.shape[0], lambd)
+    return redundancy(_standardize(z1).T @ _standardize(z2) / z1.shape[0], lambd)
 
 
-def _redundancy(correlation: Tensor, lambd: float) -> Tensor:
+def redundancy(correlation: Tensor, lambd: float) -> Tensor:
+    """Barlow Twins' loss of a cross-correlation matrix ``[d, d]``."""
     diagonal = correlation.diagonal()
     off_diagonal = correlation.square().sum() - diagonal.square().sum()
     return (1 - diagonal).square().sum() + lambd * off_diagonal

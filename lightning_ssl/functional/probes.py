@@ -35,7 +35,7 @@ def knn_predict(
     num_classes: int,
     k: int = 200,
     temperature: float = 0.1,
-    sharded: bool = False,
+    sharded: bool | Together = False,
     positions: Tensor | None = None,
     budget: int | None = None,
 ) -> Tensor:
@@ -77,7 +77,7 @@ def knn_scores(
     num_classes: int,
     k: int = 200,
     temperature: float = 0.1,
-    sharded: bool = False,
+    sharded: bool | Together = False,
     positions: Tensor | None = None,
     budget: int | None = None,
 ) -> Tensor:
@@ -102,7 +102,7 @@ def knn_scores(
     if k < 1:
         raise ValueError(f"`k` must be at least 1, got {k}")
     check_positive(temperature, "temperature")
-    together = Together(bank.device, sharded)
+    together = sharded if isinstance(sharded, Together) else Together(bank.device, sharded)
 
     def look() -> int:
         least = 1 if together.ranks == 1 else 0

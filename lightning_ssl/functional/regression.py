@@ -191,7 +191,7 @@ def fit_linear_probe(
     max_iter: int = 500,
     tolerance: float = 1e-3,
     start: LinearProbeResult | None = None,
-    sharded: bool = False,
+    sharded: bool | Together = False,
     positions: Tensor | None = None,
     budget: int = BUDGET,
 ) -> LinearProbeResult:
@@ -213,7 +213,8 @@ def fit_linear_probe(
         tolerance: stop when the norm of the whitened gradient is at most that: half its square is about what the
             objective has still to fall.
         start: weights to begin with, of an earlier fit of similar features.
-        sharded: each rank passes its own rows (also none), all call together and get the same weights.
+        sharded: each rank passes its own rows (also none), all call together and get the same weights; the ranks may be
+            named, :class:`lightning_ssl.distributed.Together`.
         positions: the place of each of this rank's rows among all ranks' rows, ``[N]``: with it the result does not
             depend on which rank has which row; by default rows stand in the order of ranks.
         budget: how many numbers a chunk may hold.
@@ -241,7 +242,7 @@ def fit_linear_path(
     max_iter: int = 500,
     tolerance: float = 1e-3,
     start: LinearProbeResult | None = None,
-    sharded: bool = False,
+    sharded: bool | Together = False,
     positions: Tensor | None = None,
     budget: int = BUDGET,
 ) -> list[LinearProbeResult]:
@@ -275,7 +276,7 @@ def fit_linear_path(
         raise ValueError("`l2` must hold at least one penalty, got none")
     for value in l2:
         check_positive(value, "l2")
-    together = Together(features.device, sharded)
+    together = sharded if isinstance(sharded, Together) else Together(features.device, sharded)
     with torch.inference_mode(False):  # a caller's inference mode would forbid in-place updates
         labels = labels.to(features.device).clone()
         several = labels.ndim == 2
@@ -332,7 +333,7 @@ def fit_ridge(
     features: Tensor,
     targets: Tensor,
     l2: Sequence[float],
-    sharded: bool = False,
+    sharded: bool | Together = False,
     positions: Tensor | None = None,
     budget: int = BUDGET,
 ) -> list[LinearProbeResult]:
@@ -360,7 +361,7 @@ def fit_ridge(
     """
     for value in l2:
         check_positive(value, "l2")
-    together = Together(features.device, sharded)
+    together = sharded if isinstance(sharded, Together) else Together(features.device, sharded)
 
     def look() -> list[Tensor]:
         check_rows(features, "features", min_rows=2 if together.ranks == 1 else 0)

@@ -92,7 +92,7 @@ def modes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitted(z: Tensor, y: Tensor, s: Tensor, intercept: bool) -> Tensor:
-    """W U of the least-squares map W, from the coordinates z = x U in the modes; directions without rows get 0."""
+    """W U of the least-squares map W, from the rows' coordinates z = x U; directions without rows get 0."""
     if not intercept:
         return (y.T @ z) * torch.where(s > 0, 1 / (s * len(z)), 0)
     z, y = z - z.mean(dim=0), y - y.mean(dim=0)

@@ -9,6 +9,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_ssl import functional
+from lightning_ssl.distributed import sum_over_ranks
+from lightning_ssl.functional.losses import redundancy
 from lightning_ssl.methods.base import Method, Schedule, views
 from lightning_ssl.nn import LARS, build_backbone, gather_rows, mlp, num_features
 
@@ -68,6 +70,21 @@ class BarlowTwins(Method):
         x1, x2 = views(batch)
         z1, z2 = self.project(x1), self.project(x2)
         counts = self.counts(z1)
+        # Over the ranks goes the matrix, or go the rows (and back their gradients): whichever is less. The matrix also
+        # takes each rank its own rows' share of the products instead of all.
+        of_matrix = len(counts) > 1 and z1.shape[1] <= 3 * sum(counts)
         with torch.autocast(z1.device.type, enabled=False):
-            loss = functional.barlow_twins_loss(gather_rows(z1, counts), gather_rows(z2, counts), self.lambd)
-        return {"loss": loss}
+            if of_matrix:
+                return {"loss": _loss_of_own_rows(torch.stack([z1, z2]), sum(counts), self.lambd)}
+            every = gather_rows(torch.stack([z1, z2], dim=1), counts)
+            return {"loss": functional.barlow_twins_loss(every[:, 0], every[:, 1], self.lambd)}
+
+
+def _loss_of_own_rows(z: Tensor, total: int, lambd: float) -> Tensor:
+    """Barlow Twins' loss of all ranks' rows from this rank's, [2, n, d], and three sums over the ranks."""
+    if total < 2:
+        raise ValueError(f"the batch needs at least 2 rows over all ranks to standardise over, got {total}")
+    centred = z - sum_over_ranks(z.sum(dim=1, keepdim=True)) / total
+    variance = sum_over_ranks(centred.square().sum(dim=1, keepdim=True)) / total
+    first, second = centred * torch.rsqrt(variance + 1e-5)
+    return redundancy(sum_over_ranks(first.T @ second, same_after=True) / total, lambd)

@@ -148,7 +148,7 @@ class Method(L.LightningModule):
         else:  # a clean image has no loss: the call is for the callbacks that watch the projector
             self.project(batch.views[0])
 
-    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         image = batch.views[0] if batch.image is None else batch.image
         return {"features": self(image), "label": batch.label, "index": batch.index}
 

@@ -2,7 +2,7 @@
 
 from lightning_ssl.metrics.covariance_operator import CovarianceOperator
 from lightning_ssl.metrics.geometry import Alignment, EffectiveRank, Uniformity
-from lightning_ssl.metrics.knn import KNNAccuracy
+from lightning_ssl.metrics.knn import KNNAccuracy, LinearProbeAccuracy
 from lightning_ssl.metrics.moments import CorrelationBound, SecondMoment
 from lightning_ssl.metrics.predictor import EigenspaceAlignment
 from lightning_ssl.metrics.quality import FeatureQuality, PrototypeUse
@@ -15,6 +15,7 @@ __all__ = [
     "EigenspaceAlignment",
     "FeatureQuality",
     "KNNAccuracy",
+    "LinearProbeAccuracy",
     "PrototypeUse",
     "SecondMoment",
     "Uniformity",

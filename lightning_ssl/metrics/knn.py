@@ -1,28 +1,91 @@
-"""Nearest-neighbour accuracy of features collected over the ranks."""
+"""Accuracies of classifiers of features: nearest neighbours and a linear model, of rows that stay on their ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_ssl.functional.checks import check_labels, check_positive
-from lightning_ssl.functional.geometry import unit_rows
-from lightning_ssl.functional.probes import knn_predict
+from lightning_ssl.distributed import Together
+from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
 from lightning_ssl.metrics._base import ReducedMetric
+from lightning_ssl.metrics.evaluation import (
+    Shard,
+    Targets,
+    first_of_each_class,
+    knn_evaluation,
+    linear_evaluation,
+    place,
+)
 
 
-class KNNAccuracy(ReducedMetric):
+class SplitMetric(ReducedMetric):
+    """A metric of two labelled splits whose rows are never gathered: its `compute` is the collective.
+
+    Args:
+        num_classes: The number of classes, attributes or targets.
+        targets: What labels are: "class" (integers [N]), "multilabel" (zeros and ones [N, C]) or "continuous" [N, T].
+        splits: The names of the splits.
+    """
+
+    def __init__(self, num_classes: int, targets: Targets, splits: tuple[str, str], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        check_positive(num_classes, "num_classes")
+        if targets not in ("class", "multilabel", "continuous"):
+            raise ValueError(f'`targets` must be "class", "multilabel" or "continuous", got {targets!r}')
+        self.num_classes, self.targets, self.splits = num_classes, targets, splits
+        self._spread, self._group = False, None
+        for split in splits:
+            for name in ("features", "labels", "indices"):
+                self.add_rows(f"{split}_{name}")
+
+    def update(self, features: Tensor, labels: Tensor, indices: Tensor, split: str) -> None:
+        """Add rows ``[N, d]`` with their labels ``[N]`` and dataset indices ``[N]`` to a split."""
+        if split not in self.splits:
+            raise ValueError(f"`split` must be {' or '.join(map(repr, self.splits))}, got {split!r}".replace("'", '"'))
+        features = features.detach()
+        check_rows(features, "features", min_rows=0)
+        if self.targets == "class":
+            check_labels(labels, self.num_classes, len(features))
+            labels = labels.long()
+        elif labels.shape != (len(features), self.num_classes):
+            raise ValueError(f"`labels` must have shape {(len(features), self.num_classes)}, got {tuple(labels.shape)}")
+        if indices.shape != (len(features),):
+            raise ValueError(f"`indices` must have shape ({len(features)},), got {tuple(indices.shape)}")
+        getattr(self, f"{split}_features").append(features)
+        getattr(self, f"{split}_labels").append(labels.to(features.device))
+        getattr(self, f"{split}_indices").append(indices.to(features.device, torch.long))
+
+    def _sync_dist(self, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None) -> None:
+        """Rows stay: `compute` works on all ranks together instead."""
+        self._spread, self._group = True, process_group or self.process_group
+
+    def _shards(self) -> tuple[Together, list[Shard]]:
+        together = Together(self.device, sharded=self._spread, group=self._group)
+        self._spread = False
+        shards = []
+        for split in self.splits:
+            # Copies: a shard is put into order in place.
+            columns = [self._rows(f"{split}_{name}").clone() for name in ("features", "labels", "indices")]
+            shards.append(place(together, lambda columns=columns: {"": (columns[0], columns[1], columns[2])})[""])
+            self._check_updated(shards[-1].total)
+        return together, shards
+
+
+class KNNAccuracy(SplitMetric):
     """The accuracy of a weighted nearest-neighbour vote, see :func:`lightning_ssl.functional.knn_predict`.
 
     Feed the bank and the queries with their dataset indices: a sample that a padding sampler repeats, on one rank or
-    on several, counts once. `compute` gives a dict with `top1` and `top5`.
+    on several, counts once. Rows stay on their ranks. `compute` gives a dict with `top1` and `top5`; of attributes
+    with `map`, the mean average precision; of continuous targets with `r2` and `mse`.
 
     Args:
         num_classes: The number of classes.
         k: How many neighbours vote.
         temperature: Of the votes.
+        targets: What labels are: "class" (integers [N]), "multilabel" (zeros and ones [N, C]) or "continuous" [N, T].
 
     Example:
         >>> metric = KNNAccuracy(num_classes=2, k=1)
@@ -34,43 +97,70 @@ class KNNAccuracy(ReducedMetric):
 
     higher_is_better = True
 
-    def __init__(self, num_classes: int, k: int = 200, temperature: float = 0.1, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        for name, value in (("num_classes", num_classes), ("k", k), ("temperature", temperature)):
+    def __init__(
+        self, num_classes: int, k: int = 200, temperature: float = 0.1, targets: Targets = "class", **kwargs: Any
+    ) -> None:
+        super().__init__(num_classes, targets, ("bank", "query"), **kwargs)
+        for name, value in (("k", k), ("temperature", temperature)):
             check_positive(value, name)
-        self.num_classes = num_classes
         self.k = k
         self.temperature = temperature
-        for split in ("bank", "query"):
-            for name in ("features", "labels", "indices"):
-                self.add_rows(f"{split}_{name}")
 
     def update(self, features: Tensor, labels: Tensor, indices: Tensor, split: Literal["bank", "query"]) -> None:
         """Add rows ``[N, d]`` with their labels ``[N]`` and dataset indices ``[N]`` to the bank or the queries."""
-        if split not in ("bank", "query"):
-            raise ValueError(f'`split` must be "bank" or "query", got {split!r}')
-        features = unit_rows(features.detach(), "features").float()
-        check_labels(labels, self.num_classes, len(features))
-        if indices.shape != labels.shape:
-            raise ValueError(f"`indices` must be shaped as `labels`, {tuple(labels.shape)}, got {tuple(indices.shape)}")
-        getattr(self, f"{split}_features").append(features)
-        getattr(self, f"{split}_labels").append(labels.to(features.device, torch.long))
-        getattr(self, f"{split}_indices").append(indices.to(features.device, torch.long))
+        check_rows(features, "features", min_rows=0, nonzero=True)
+        super().update(features, labels, indices, split)
 
     def compute(self) -> dict[str, Tensor]:
-        bank, bank_labels = self._distinct("bank")
-        queries, labels = self._distinct("query")
-        ranked = knn_predict(queries, bank, bank_labels, self.num_classes, self.k, self.temperature)
-        hits = ranked[:, :5] == labels[:, None]
-        return {"top1": hits[:, 0].double().mean(), "top5": hits.any(dim=1).double().mean()}
+        together, (bank, queries) = self._shards()
+        found = knn_evaluation(bank, queries, self.num_classes, self.k, self.temperature, together, self.targets)
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
 
-    def _distinct(self, split: str) -> tuple[Tensor, Tensor]:
-        """Features and labels of a split in the order of their indices, each index once."""
-        indices = self._rows(f"{split}_indices")
-        self._check_updated(len(indices))
-        order = indices.argsort(stable=True)
-        ordered = indices[order]
-        first = torch.ones_like(ordered, dtype=torch.bool)
-        first[1:] = ordered[1:] != ordered[:-1]
-        keep = order[first]
-        return self._rows(f"{split}_features")[keep], self._rows(f"{split}_labels")[keep]
+
+class LinearProbeAccuracy(SplitMetric):
+    """The accuracy of a linear model of features, see :func:`lightning_ssl.functional.fit_linear_probe`.
+
+    Feed the train and the test split with their dataset indices; rows stay on their ranks. `compute` gives a dict with
+    `top1` and `top5`; of attributes with `map`, the mean average precision; of continuous targets, by ridge regression,
+    with `r2` and `mse`; and with `l2`, the penalty that was taken.
+
+    Args:
+        num_classes: The number of classes, attributes or targets.
+        l2: The penalty; or several, of which the one is taken that does best on a tenth of the train split.
+        targets: What labels are: "class" (integers [N]), "multilabel" (zeros and ones [N, C]) or "continuous" [N, T].
+        shots: Fit that many samples of each class alone.
+
+    Example:
+        >>> metric = LinearProbeAccuracy(num_classes=2)
+        >>> x, y, at = torch.tensor([[-1.0], [-2.0], [1.0], [3.0]]), torch.tensor([0, 0, 1, 1]), torch.arange(4)
+        >>> metric.update(x, y, at, split="train")
+        >>> metric.update(x, y, at, split="test")
+        >>> metric.compute()["top1"]
+        tensor(1., dtype=torch.float64)
+    """
+
+    higher_is_better = True
+
+    def __init__(
+        self,
+        num_classes: int,
+        l2: float | Sequence[float] = 1e-4,
+        targets: Targets = "class",
+        shots: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_classes, targets, ("train", "test"), **kwargs)
+        self.l2 = list(l2) if isinstance(l2, Sequence) else [l2]
+        for value in self.l2:
+            check_positive(value, "l2")
+        if shots is not None and (shots < 1 or targets != "class"):
+            raise ValueError(f"`shots` must be at least 1 and needs classes, got {shots} of targets={targets!r}")
+        self.shots = shots
+
+    def compute(self) -> dict[str, Tensor]:
+        together, (train, test) = self._shards()
+        if self.shots is not None:
+            train = first_of_each_class(train, self.shots, self.num_classes, together)
+        found = linear_evaluation(train, test, self.num_classes, self.l2, together, self.targets)
+        values = {**found.values, "l2": found.l2}
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}

@@ -60,22 +60,28 @@ class LARS(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update, lr = p.grad, group["lr"]
-                if p.ndim > 1:
-                    update = update.add(p, alpha=group["weight_decay"])
-                    w, u = p.norm(), update.norm()
-                    update = update * torch.where((w > 0) & (u > 0), group["trust"] * w / u, 1.0)
-                else:
-                    lr = lr * group["vector_lr_scale"]
-                state = self.state[p]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(p)
-                state["momentum"].mul_(group["momentum"]).add_(update)
-                p.add_(state["momentum"], alpha=-lr)
+            given = [p for p in group["params"] if p.grad is not None]
+            for p in given:
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            self._move([p for p in given if p.ndim > 1], group, group["lr"], True)
+            self._move([p for p in given if p.ndim <= 1], group, group["lr"] * group["vector_lr_scale"], False)
         return loss
+
+    def _move(self, params: list[torch.Tensor], group: dict[str, Any], lr: float, adapt: bool) -> None:
+        """All parameters at once: a few operator calls whatever their number."""
+        if not params:
+            return
+        updates: Any = [p.grad for p in params]
+        if adapt:
+            updates = torch._foreach_add(updates, params, alpha=group["weight_decay"])
+            w, u = torch.stack(torch._foreach_norm(params)), torch.stack(torch._foreach_norm(updates))
+            scale = torch.where((w > 0) & (u > 0), group["trust"] * w / u, 1.0)
+            updates = torch._foreach_mul(updates, list(scale.unbind()))
+        momenta = [self.state[p]["momentum"] for p in params]
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, updates)
+        torch._foreach_add_(params, momenta, alpha=-lr)
 
 
 def warmup_cosine(

@@ -6,14 +6,14 @@ every rank alike.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ssl.distributed import all_reduce_sum, broadcast, is_in_pieces, put_, whole
+from lightning_ssl.distributed import all_reduce_sum, broadcast, is_in_pieces, put_, to_pieces, whole
 from lightning_ssl.functional import direct_predictor, optimal_predictor
 from lightning_ssl.functional.roots import relative_root
 from lightning_ssl.nn.partitioned import PartitionedLinear
@@ -36,6 +36,7 @@ def linear_of(predictor: nn.Module, action: str) -> nn.Linear:
 @torch.no_grad()
 def symmetrize_(predictor: nn.Module) -> None:
     """Replace the weight by its symmetric part, W <- (W + W^T)/2 (DirectPred Sec. 4)."""
+    to_pieces(predictor)
     weight = linear_of(predictor, "symmetrising").weight
     full = whole(weight)
     put_(weight, (full + full.T) / 2)
@@ -54,6 +55,7 @@ def symmetrize_two_layers_(predictor: nn.Module) -> None:
             f"symmetrising two layers needs linear layers of sizes (d, h) and (h, d), got {type(predictor).__name__} "
             f"with linear layers of (in, out) sizes {shapes}"
         )
+    to_pieces(predictor)
     first, second = linears
     mean = (whole(first.weight) + whole(second.weight).T) / 2
     put_(first.weight, mean)
@@ -78,45 +80,44 @@ def reset_parameters_(
         raise ValueError(f"`init` must be one of {', '.join(get_args(PredictorInit))}, got {init!r}")
     if init in ("uniform", "positive") and not (init_range is not None and init_range > 0):
         raise ValueError(f"init={init!r} needs a positive `init_range`, got {init_range}")
-    # On a CPU copy: the device's generator is left alone and the draw is the same on any device.
-    fresh = _whole_copy(predictor)
-    with torch.random.fork_rng(devices=[]):
+    to_pieces(predictor)
+    # On the CPU: the device's generator is left alone and the draw is the same on any device.
+    with _drawn_on_cpu(predictor), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for module in fresh.modules():
+        for module in predictor.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()  # type: ignore[operator]
         if init == "identity":
-            nn.init.eye_(linear_of(fresh, "identity initialisation").weight)
-        for module in fresh.modules():
+            nn.init.eye_(linear_of(predictor, "identity initialisation").weight)
+        for module in predictor.modules():
             if not isinstance(module, nn.Linear):
                 continue
             if init == "xavier":
                 nn.init.xavier_uniform_(module.weight)
             elif init in ("uniform", "positive") and init_range is not None:
                 nn.init.uniform_(module.weight, -init_range if init == "uniform" else 0.0, init_range)
-    if init != "default":
-        for module in fresh.modules():
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if init != "default" and module.bias is not None:
                 nn.init.zeros_(module.bias)
-    state = fresh.state_dict()
-    for name, tensor in predictor.state_dict().items():
-        put_(tensor, state[name].to(tensor.device, non_blocking=True))
 
 
-def _whole_copy(module: nn.Module) -> nn.Module:
-    """A copy on the CPU, with whole tensors where a strategy keeps them in pieces."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if not any(is_in_pieces(x) for x in tensors):
-        return copy.deepcopy(module).cpu()
-    # No copy of the pieces themselves: of each its shape alone, as what stands in it is about to be drawn.
-    memo: dict[int, Any] = {}
-    for x in tensors:
-        fresh = torch.empty(x.shape, dtype=x.dtype) if is_in_pieces(x) else x.detach().cpu().clone()
-        memo[id(x)] = nn.Parameter(fresh, x.requires_grad) if isinstance(x, nn.Parameter) else fresh
-    for part in module.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks):
-            memo[id(hooks)] = OrderedDict()  # the strategy's
-    return copy.deepcopy(module, memo)
+@contextmanager
+def _drawn_on_cpu(module: nn.Module) -> Iterator[None]:
+    """Inside, a module's tensors are whole ones on the CPU; what then stands in them is put in their places."""
+    fresh: dict[int, tuple[Tensor, Tensor]] = {}
+    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    places = [(table, name, x) for table in tables for name, x in table.items() if x is not None]
+    try:
+        for table, name, x in places:
+            if id(x) not in fresh:  # some are shared
+                own = torch.empty(x.shape, dtype=x.dtype) if is_in_pieces(x) else x.detach().to("cpu", copy=True)
+                fresh[id(x)] = x, nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own
+            table[name] = fresh[id(x)][1]
+        yield
+    finally:
+        for table, name, x in places:
+            table[name] = x
+    for x, drawn in fresh.values():
+        put_(x, drawn.detach().to(x.device, non_blocking=True))
 
 
 class DirectPredictorUpdate:
@@ -217,6 +218,7 @@ class DirectPredictorUpdate:
 
         A collective: all ranks call it, each having called :meth:`update`.
         """
+        to_pieces(predictor)
         weight = self._weight_of(predictor)
         if self._sums is None or self._counts is None:
             raise RuntimeError(

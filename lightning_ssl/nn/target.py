@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_ssl.distributed import to_pieces
+
 
 class TargetNetwork(nn.Module):
     """A gradient-free backbone and projector that follow the online ones.
@@ -46,6 +48,7 @@ class TargetNetwork(nn.Module):
     @torch.no_grad()
     def follow(self, backbone: nn.Module, projector: nn.Module, momentum: float) -> None:
         """Move to momentum * target + (1 - momentum) * online."""
+        to_pieces(self, backbone, projector)
         targets = [*self.backbone.parameters(), *self.projector.parameters()]
         online = [p.detach() for p in (*backbone.parameters(), *projector.parameters())]
         torch._foreach_lerp_(targets, online, 1 - momentum)  # type: ignore[arg-type]

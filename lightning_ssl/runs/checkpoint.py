@@ -35,6 +35,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be read or written; its message says what to do."""
 
 
+class UnreadableError(CheckpointError):
+    """A file that cannot be loaded as a checkpoint."""
+
+
 class CheckpointFiles(TorchCheckpointIO):
     """Writes a checkpoint beside its place, syncs it to the disk, and only then renames it.
 
@@ -123,20 +127,20 @@ def readable(path: Any) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise CheckpointError(f"ckpt_path={str(path)!r}: there is no such file.{_others(path)}") from error
+        raise UnreadableError(f"ckpt_path={str(path)!r}: there is no such file.{_others(path)}") from error
     except pickle.UnpicklingError as error:
         found = re.search(
             r"unsupported (?:global|class|operand).*?(?= was not| whose|\.\s|$)", str(error), re.IGNORECASE
         )
         if found is None:
-            raise CheckpointError(f"ckpt_path={str(path)!r} is damaged, or no checkpoint.{_others(path)}") from error
-        raise CheckpointError(
+            raise UnreadableError(f"ckpt_path={str(path)!r} is damaged, or no checkpoint.{_others(path)}") from error
+        raise UnreadableError(
             f"ckpt_path={str(path)!r} holds more than tensors and plain values ({found[0]}). Loading that runs code "
             f"from the file, so it is refused.{_others(path)}"
         ) from error
     except Exception as error:  # whatever foreign bytes lead to: EOFError, KeyError, RuntimeError, ...
         reason = f"{type(error).__name__}: {str(error).split('. ')[0][:150]}"
-        raise CheckpointError(
+        raise UnreadableError(
             f"ckpt_path={str(path)!r} is cut off, damaged, or no checkpoint ({reason}).{_others(path)}"
         ) from error
 

@@ -51,6 +51,14 @@ def main(args: list[str] | None = None) -> None:
         from lightning_ssl.runs.dashboard import main as dashboard
 
         sys.exit(dashboard(command[1:]))
+    if command[:1] == ["export"]:
+        from lightning_ssl.runs.export import main as exporting
+
+        sys.exit(exporting(command[1:]))
+    if command[:1] == ["embed"]:
+        from lightning_ssl.runs.export import embed_arguments
+
+        command[:] = resolve_configs(embed_arguments(command[1:]))
     cli: Any = None
     if command[:1] == ["doctor"]:
         from lightning_ssl.runs.doctor import DoctorCLI, read

@@ -13,6 +13,8 @@ COMMANDS = {
     "validate": "evaluate a checkpoint on the validation data",
     "test": "evaluate a checkpoint on the test data",
     "predict": "write a checkpoint's features, labels and indices to one file",
+    "embed": "write a run's features of every split to one file, .npz or .parquet",
+    "export": "write a run's backbone for torchvision, timm, safetensors, TorchScript or ONNX",
     "doctor": "find silent bugs in module, data and settings before the first epoch",
     "runs": "list the runs in a folder: method, data, steps, verdict, probes, age",
     "compare": "say which of some runs broke, from when, and in what their configs differ",

@@ -136,7 +136,7 @@ def _from_log(folder: Path, history: dict[str, Series]) -> dict[str, Any]:
 
 def _load(path: Path) -> Any:
     try:
-        return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError):
         return {}
 

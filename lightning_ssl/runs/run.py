@@ -8,11 +8,11 @@ import sys
 import time
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from jsonargparse import ActionConfigFile
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -26,9 +26,9 @@ import lightning_ssl.callbacks
 import lightning_ssl.data
 import lightning_ssl.methods  # noqa: F401
 from lightning_ssl.callbacks import Probe
-from lightning_ssl.distributed import rank, world_size
 from lightning_ssl.folder import run_dir
-from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, readable
+from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, UnreadableError, readable
+from lightning_ssl.runs.embeddings import write_embeddings
 from lightning_ssl.runs.explain import explain
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
 from lightning_ssl.runs.owner import evaluation_name, is_run, one_of_many, refusal, run_meant, started_again
@@ -84,7 +84,7 @@ class RunCLI(LightningCLI):
                     raise error
             raise error
         except CheckpointError as found:
-            self.parser.exit(1 if self.reading is None else 2, f"lightning-ssl: error: {found}\n")
+            self.parser.exit(2 if isinstance(found, UnreadableError) else 1, f"lightning-ssl: error: {found}\n")
         except (MisconfigurationException, FileNotFoundError, Disagreement):
             self.parser.exit(2, f"lightning-ssl: error: {error}\n")
         except RuntimeError as found:
@@ -112,6 +112,12 @@ class RunCLI(LightningCLI):
             "on with. By default a new one; with --ckpt_path last the run of --config, else the latest.",
         )
         parser.add_argument("--output", type=str, default="embeddings.npz", help="The file that `predict` writes.")
+        parser.add_argument(
+            "--splits",
+            type=Literal["test", "all"],
+            default="test",
+            help="What `predict` embeds: the test split, or the training split too.",
+        )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         parser = RunParser(**{"dump_header": [f"lightning.pytorch=={L.__version__}"], **kwargs})
@@ -161,6 +167,8 @@ class RunCLI(LightningCLI):
             self.parser.error(f"--root {config.root!r} is a file: name a folder for the runs")
         if self.subcommand == "predict" and not Path(config.output).absolute().parent.is_dir():
             self.parser.error(f"--output {config.output!r}: its folder does not exist; make it first")
+        if self.subcommand == "predict" and config.output.endswith(".parquet") and not find_spec("pyarrow"):
+            self.parser.error(f"--output {config.output!r} needs pyarrow: pip install pyarrow, or write .npz")
         config.name = self._run_name(config)
         shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
@@ -246,30 +254,18 @@ class RunCLI(LightningCLI):
             trainer.strategy.checkpoint_io = CheckpointFiles()
         return trainer
 
+    def before_predict(self) -> None:
+        splits = self.config[self.subcommand].splits
+        if splits != "test" and not hasattr(self.datamodule, "predict_splits"):
+            self.parser.error(f"--splits {splits} is for ImageDataModule, got {type(self.datamodule).__name__}")
+        if splits != "test":
+            self.datamodule.predict_splits = splits
+
     def after_predict(self) -> None:
         """Write features, labels and indices of all ranks, in the order of the indices, each once."""
-        write_embeddings(self.trainer.predict_loop.predictions, self.config[self.subcommand].output)
-
-
-def write_embeddings(parts: list[dict[str, torch.Tensor]], output: str) -> None:
-    """Write what `predict_step` returned on all ranks to one .npz file; called by all of them.
-
-    Args:
-        parts: This rank's batches, each with the rows' "features", "label" and "index".
-        output: The file, written by the first rank. Features are float32 whatever the run's precision.
-    """
-    rows = {name: torch.cat([part[name].cpu() for part in parts]) for name in ("features", "label", "index")}
-    rows["features"] = rows["features"].float()  # numpy has no bfloat16
-    mine = {name: values.numpy() for name, values in rows.items()}
-    gathered: list[Any] = [mine]
-    if world_size() > 1:
-        gathered = [None] * world_size()
-        torch.distributed.all_gather_object(gathered, mine)
-    if rank() == 0:
-        arrays = {name: np.concatenate([part[name] for part in gathered]) for name in mine}
-        _, first = np.unique(arrays["index"], return_index=True)
-        np.savez_compressed(output, **{name: array[first] for name, array in arrays.items()})  # type: ignore[arg-type]
-        print(f"wrote {len(first)} embeddings to {output}: arrays features, label, index")
+        found: Any = self.trainer.predict_loop.predictions
+        parts = dict(zip(("train", "test"), found, strict=True)) if isinstance(found[0], list) else found
+        write_embeddings(parts, self.config[self.subcommand].output)
 
 
 class SaveRunConfig(SaveConfigCallback):

@@ -285,6 +285,22 @@ class Dicts(Labelled):
         return {"image": image, "label": label}
 
 
+class Attributes(Labelled):
+    """Four attributes a sample, of which its class is one."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        image, label = super().__getitem__(i)
+        return image, torch.tensor([float(label == k or (i + k) % 3 == 0) for k in range(4)])
+
+
+class Values(Labelled):
+    """Two numbers a sample, of its image."""
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        image, _ = super().__getitem__(i)
+        return image, torch.stack([image.mean(), image.std()])
+
+
 def loader(dataset: Dataset, batch_size: int = 16, **kwargs) -> DataLoader:
     return DataLoader(dataset, batch_size=batch_size, **kwargs)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
-from lightning_ssl.callbacks import CollapseMonitor
+from lightning_ssl import functional, methods
+from lightning_ssl.callbacks import CollapseMonitor, Verdict
+from lightning_ssl.callbacks._judge import Judge, Look, PrototypeJudge, Rules
+from lightning_ssl.data import ImageDataModule
 from tests.callbacks import strangers
-from tests.callbacks.harness import trainer
+from tests.callbacks.harness import History, trainer
 
 D = 32
 
@@ -35,36 +39,36 @@ def test_a_healthy_run_is_healthy():
 
 def test_it_takes_as_many_observations_as_patience_says():
     falling = [1, 0.12, 0.1, 0.08, 0.06, 0.04]
-    assert verdicts(CollapseMonitor(patience=1), falling) == [0, 2, 2, 2, 2, 2]
-    assert verdicts(CollapseMonitor(patience=2), falling) == [0, 0, 2, 2, 2, 2]
-    assert verdicts(CollapseMonitor(patience=4), falling) == [0, 0, 0, 0, 2, 2]
+    assert verdicts(CollapseMonitor(patience=1), falling) == [0, 3, 3, 3, 3, 3]
+    assert verdicts(CollapseMonitor(patience=2), falling) == [0, 0, 3, 3, 3, 3]
+    assert verdicts(CollapseMonitor(patience=4), falling) == [0, 0, 0, 0, 3, 3]
 
 
 def test_a_suspicion_must_not_be_interrupted():
-    assert verdicts(CollapseMonitor(patience=3), [1, 0.1, 0.08, 0.5, 0.07, 0.06, 0.05]) == [0, 0, 0, 0, 0, 0, 2]
+    assert verdicts(CollapseMonitor(patience=3), [1, 0.1, 0.08, 0.5, 0.07, 0.06, 0.05]) == [0, 0, 0, 0, 0, 0, 3]
 
 
 def test_a_narrow_network_that_opens_up_is_not_one_that_falls():
     # Between a half of the threshold and the threshold only what still falls by a tenth is collapse.
     assert verdicts(CollapseMonitor(), [1, 0.14, 0.139, 0.138, 0.137]) == [0] * 5
-    assert verdicts(CollapseMonitor(), [1, 0.14, 0.12, 0.1, 0.09])[-1] == 2
-    assert verdicts(CollapseMonitor(), [1, 0.07, 0.07])[-1] == 2  # below half of it in any case
+    assert verdicts(CollapseMonitor(), [1, 0.14, 0.12, 0.1, 0.09])[-1] == 3
+    assert verdicts(CollapseMonitor(), [1, 0.07, 0.07])[-1] == 3  # below half of it in any case
 
 
 def test_a_network_born_narrow_is_judged_by_its_own_start():
     assert verdicts(CollapseMonitor(), [0.1, 0.09, 0.08, 0.07, 0.06]) == [0] * 5  # not below half of the start
-    assert verdicts(CollapseMonitor(), [0.1, 0.045, 0.03])[-1] == 2
+    assert verdicts(CollapseMonitor(), [0.1, 0.045, 0.03])[-1] == 3
 
 
 def test_the_threshold_is_the_one_given():
-    assert verdicts(CollapseMonitor(complete=0.4), [1, 0.35, 0.3, 0.25])[-1] == 2
+    assert verdicts(CollapseMonitor(complete=0.4), [1, 0.35, 0.3, 0.25])[-1] == 3
     assert verdicts(CollapseMonitor(complete=0.1), [1, 0.35, 0.3, 0.25])[-1] == 0
 
 
 def test_a_few_dimensions_are_dimensional_collapse():
-    assert verdicts(CollapseMonitor(), [1, 1, 1], dims=2) == [0, 1, 1]
+    assert verdicts(CollapseMonitor(), [1, 1, 1], dims=2) == [0, 2, 2]
     assert verdicts(CollapseMonitor(), [1, 1, 1], dims=6) == [0, 0, 0]
-    assert verdicts(CollapseMonitor(dimensional=8), [1, 1, 1], dims=6) == [0, 1, 1]
+    assert verdicts(CollapseMonitor(dimensional=8), [1, 1, 1], dims=6) == [0, 2, 2]
 
 
 def test_few_rows_are_not_few_dimensions():
@@ -73,7 +77,7 @@ def test_few_rows_are_not_few_dimensions():
 
 def test_a_verdict_is_taken_back_when_features_spread():
     monitor = CollapseMonitor()
-    assert verdicts(monitor, [1, 0.05, 0.04, 0.9]) == [0, 0, 2, 0]
+    assert verdicts(monitor, [1, 0.05, 0.04, 0.9]) == [0, 0, 3, 0]
 
 
 class Falling(strangers.MeanLoss):
@@ -102,4 +106,168 @@ def test_state_goes_on_where_it_stopped():
     first, second = CollapseMonitor(), CollapseMonitor()
     verdicts(first, [0.8, 0.1])
     second.load_state_dict(first.state_dict())
-    assert verdicts(second, [0.08]) == [2] and second._baseline == first._baseline
+    assert verdicts(second, [0.08]) == [3] and second._judges["projector"].first == first._judges["projector"].first
+
+
+# Dimensions lost, and never had ---------------------------------------------------------------------------------------
+
+
+def isotropic(live, dim=512, n=256, seed=0):
+    x = torch.zeros(n, dim, dtype=torch.float64)
+    x[:, :live] = torch.randn(n, live, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x
+
+
+@pytest.mark.parametrize("live", [64, 16, 4])
+def test_dimensions_that_are_cut_are_seen_within_20_observations(live):
+    monitor = CollapseMonitor()
+    for seed in range(30):
+        assert monitor.measure(isotropic(512, seed=seed))["verdict"] == 0
+    kinds = []
+    for seed in range(20):
+        monitor.measure(isotropic(live, seed=100 + seed))
+        kinds.append(monitor.verdict.kind)
+    assert kinds[-1] == ("partial" if live > 2 else "dimensional")
+    (place,) = monitor.verdict.places
+    assert place.evidence[0].quantity == "alive" and place.evidence[0].value == live and place.remedy
+
+
+def test_a_network_born_with_few_dimensions_that_opens_up_is_left_alone():
+    monitor = CollapseMonitor()
+    grown = [4, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert [monitor.measure(isotropic(live, seed=live))["verdict"] for live in grown] == [0] * len(grown)
+
+
+def test_one_that_never_opens_up_is_not():
+    monitor = CollapseMonitor()
+    for seed in range(30):
+        monitor.measure(isotropic(16, seed=seed))
+    assert monitor.verdict.kind == "partial"
+
+
+def test_faint_directions_do_not_hide_a_flat_cloud():
+    """What kept the old rank high: many directions with a hundredth of the deviation."""
+    x = isotropic(128, 128, 256)
+    x[:, 2:] *= 0.01
+    monitor = CollapseMonitor()
+    assert [monitor.measure(x)["verdict"] for _ in range(3)][-1] == 2
+    assert float(functional.effective_rank(x)) > 10  # by deviations it looks like many
+
+
+# The rules, on numbers ------------------------------------------------------------------------------------------------
+
+
+def looks(stds, ranks=None, noise=math.nan):
+    ranks = ranks or [20.0] * len(stds)
+    return [Look(5 * i, s, r, r, 64, 64, noise) for i, (s, r) in enumerate(zip(stds, ranks, strict=True))]
+
+
+def judged(observations, **rules):
+    judge = Judge("projector", Rules(**rules))
+    return [judge.see(look) for look in observations]
+
+
+def test_views_as_far_apart_as_samples_make_a_small_deviation_a_collapse():
+    falling = [0.8, 0.5, 0.3, 0.19, 0.19, 0.19]
+    assert [v.kind for v in judged(looks(falling, noise=0.95))][-2:] == ["complete"] * 2
+    assert [v.kind for v in judged(looks(falling, noise=0.5))] == ["healthy"] * 6
+    assert [v.kind for v in judged(looks(falling))] == ["healthy"] * 6  # nothing known of views
+
+
+def test_a_collapse_is_forecast_while_all_is_healthy():
+    stds = [0.9 * 0.9**i for i in range(14)]  # below half of the start from observation 7 on, 0.2 at 14.3
+    found = judged(looks(stds, noise=0.95))
+    assert [v.kind for v in found] == ["healthy"] * 14
+    first = next(i for i, v in enumerate(found) if v.forecast)
+    assert first == 7
+    forecast = found[first].forecast
+    assert forecast.kind == "complete" and forecast.basis == "trend"
+    assert forecast.earliest <= forecast.step <= forecast.latest and abs(forecast.step - 5 * 14.3) <= 5
+
+
+@pytest.mark.parametrize(
+    ("stds", "noise"),
+    [
+        ([0.9 * 0.9**i for i in range(14)], 0.5),  # views come together: it learns
+        ([0.9 * 0.9**i for i in range(14)], math.nan),  # not known
+        ([0.3 + 0.6 * 0.7**i for i in range(14)], 0.95),  # levels off
+        ([0.9 * 0.999**i for i in range(14)], 0.95),  # slow, and hardly fallen
+    ],
+)
+def test_a_forecast_is_silent_where_it_does_not_know(stds, noise):
+    assert not any(v.forecast for v in judged(looks(stds, noise=noise)))
+
+
+def test_causes_are_named_as_far_as_the_evidence_goes():
+    point = [0.8, 0.05, 0.04]
+    judge = Judge("projector")
+    for look in looks(point):
+        judge.see(look, {"weights": 0.1, "decay": 0.5})
+    assert "weight decay (0.5)" in judge.verdict.cause and "lower the weight decay" in judge.verdict.remedy
+    judge = Judge("projector")
+    for look in looks(point):
+        judge.see(look, {"target": True, "predictor": False})
+    assert "no predictor" in judge.verdict.cause
+    judge = Judge("projector")
+    for look in looks(point):
+        judge.see(look)
+    assert judge.verdict.cause == "" and judge.verdict.remedy
+
+
+def test_prototypes():
+    most = math.log(64)
+    judge = PrototypeJudge("prototypes", 64)
+    assert [judge.see(i, most, 0.9 * most, 1.0).kind for i in range(6)] == ["healthy"] * 6
+    assert [judge.see(i, 0.3 * most, 0.2 * most, 0.1).kind for i in range(2)] == ["healthy", "prototype"]
+    assert "same prototypes" in judge.verdict.cause and judge.verdict.grade == 3
+    judge = PrototypeJudge("prototypes", 64)
+    kinds = [judge.see(i, most, 0.9999 * most, 1.0).kind for i in range(6)]
+    assert kinds[:3] == ["healthy"] * 3 and kinds[-1] == "prototype" and "sharpen" in judge.verdict.remedy
+
+
+# Told where people look -----------------------------------------------------------------------------------------------
+
+
+def test_a_turn_reaches_the_file_the_callable_and_the_checkpoint(tmp_path):
+    heard, history = [], History()
+    monitor = CollapseMonitor(every_n_steps=1, stop="partial", on_verdict=heard.append)
+    run = trainer([monitor], max_epochs=9, max_steps=40, logger=history, default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="complete collapse of 'projector' at step") as warned:
+        run.fit(Falling(), strangers.loader(strangers.Pairs(64)))
+    assert sum("collapse of" in str(w.message) for w in warned) == 1, "one warning"
+    assert run.global_step < 40 and heard[-1].stopped == "complete" and heard[-1].turns[0].after == "complete"
+    kept = json.loads(next(tmp_path.rglob("collapse.json")).read_text())
+    assert kept == monitor.verdict.to_dict() and kept["stopped"] == "complete" and kept["grade"] == 3
+    assert Verdict.from_dict(monitor.state_dict()["report"]) == monitor.verdict
+    assert max(history.series("collapse/verdict").values()) == 3
+
+
+def test_every_place_has_its_verdict():
+    history = History()
+    monitor = CollapseMonitor(every_n_steps=1)
+    torch.manual_seed(0)
+    model = methods.BYOL(backbone="small_conv", projector_hidden=32, projector_dim=16)
+    run = trainer([monitor], max_steps=5, logger=history)
+    run.fit(model, datamodule=ImageDataModule("digits", batch_size=32))
+    assert {place.place for place in monitor.verdict.places} == {
+        "projector",
+        "backbone",
+        "predictor",
+        "target.projector",
+    }
+    assert [place.main for place in monitor.verdict.places] == [True, False, False, False]
+    for place in ("backbone", "predictor", "target.projector"):
+        assert list(history.series(f"collapse/{place}/verdict").values()) == [0, 0]  # every fourth observation
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stop": "never"}, "`stop` must be"),
+        ({"also": ["projector"]}, "`also` must name"),
+        ({"temperature": 0}, "`temperature`"),
+    ],
+)
+def test_bad_arguments(options, words):
+    with pytest.raises(ValueError, match=words):
+        CollapseMonitor(**options)

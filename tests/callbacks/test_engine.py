@@ -87,7 +87,7 @@ def feature_watchers(**options):
         UniformityAlignment("projector", every_n_steps=1, **options),
         CorrelationBound("projector", num_classes=4, every_n_steps=1, picture_every=0, **options),
         EffectiveRank("projector", every_n_steps=1, **options),
-        CollapseMonitor("projector", every_n_steps=1),
+        CollapseMonitor("projector", every_n_steps=1, also=()),
         RepresentationCircle("projector", every_n_steps=1),
         MedianNorm("projector", every_n_steps=1),
     ]
@@ -173,9 +173,9 @@ def test_a_run_goes_on_with_another_interval(tmp_path):
         return spectra, monitor
 
     spectra, monitor = run(1, 2)
-    baseline, kept = monitor._baseline, list(spectra._steps)
+    baseline, kept = monitor._judges["projector"].first, list(spectra._steps)
     spectra, monitor = run(2, 3, tmp_path / "half.ckpt")
-    assert monitor._baseline == baseline
+    assert monitor._judges["projector"].first == baseline
     assert spectra._steps[: len(kept)] == kept and len(spectra._steps) > len(kept)
 
 
@@ -238,8 +238,11 @@ def test_every_logged_key_is_declared(tmp_path):
         EigenspaceAlignment(every_n_steps=1),
         CovarianceOperatorNorm(every_n_steps=2),
         KNNProbe("backbone", data, k=5),
-        LinearProbe("backbone", data, name="line"),
+        LinearProbe("backbone", data, name="line", l2=[1e-3, 1e-2]),
     ]
+    for targets, cls in (("multilabel", strangers.Attributes), ("continuous", strangers.Values)):
+        other = tuple(strangers.loader(cls(n)) for n in (32, 16))
+        callbacks += [probe("backbone", other, name=targets, targets=targets) for probe in (KNNProbe, LinearProbe)]
     run = trainer(callbacks, logger=history, default_root_dir=tmp_path)
     run.fit(strangers.MeanLoss(), strangers.loader(strangers.Pairs(32)), strangers.loader(strangers.Pairs(8)))
     known = quantities.declared(callbacks)

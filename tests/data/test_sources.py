@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from PIL import Image
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as F
@@ -186,9 +187,10 @@ def test_jpeg_files_give_pillows_pixels(tmp_path, monkeypatch):
 
 def test_crops_are_torchvisions():
     image = torch.randint(0, 256, (60, 80, 3), dtype=torch.uint8).permute(2, 0, 1)
+    level = 0 if Version(torch.__version__) >= Version("2.10") else 1  # earlier ones round by the layout in memory
     for box in [(0, 0, 60, 80), (5, 7, 41, 33), (59, 79, 1, 1), (10, 3, 20, 70), (2, 2, 32, 32)]:
         expected = F.resized_crop(image, *box, [32, 32], antialias=True)
-        assert torch.equal(resized_crop(image, *box, 32), expected), box
+        assert (resized_crop(image, *box, 32).int() - expected.int()).abs().max() <= level, box
 
 
 def test_missing_root_says_what_to_put_there(tmp_path):

@@ -1,4 +1,4 @@
-"""Each label-free quantity against its definition written plainly, and against the package people use where it installs."""
+"""Each label-free quantity against its definition written plainly, and against a package that people use."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def test_bad_input(call, words):
         call()
 
 
-# The package people use. It takes eigenvalues where RankMe's paper has singular values, and decomposes LiDAR's matrix as
-# if it were features; so the same steps are taken from our parts.
+# The package takes eigenvalues where RankMe's paper has singular values, and decomposes LiDAR's matrix as if it were
+# features; so the same steps are taken from our parts.
 
 
 def test_rankme_equals_reptrix():

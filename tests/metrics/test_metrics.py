@@ -16,6 +16,7 @@ from lightning_ssl.metrics import (
     EigenspaceAlignment,
     FeatureQuality,
     KNNAccuracy,
+    LinearProbeAccuracy,
     PrototypeUse,
     SecondMoment,
     Uniformity,
@@ -122,6 +123,20 @@ def knn_case():
     return KNNAccuracy(CLASSES, k=5), feed, expected
 
 
+def linear_case():
+    def feed(m, x, y, labels, take):
+        m.update(x[take], labels[take], take, split="train")
+        m.update(y[take], labels[take], take, split="test")
+
+    def expected(x, y, labels):
+        weight, bias = functional.fit_linear_probe(x, labels, CLASSES, 1e-3)
+        hits = (y @ weight.T + bias).argsort(dim=1, descending=True) == labels[:, None]
+        top5 = hits[:, :5].any(dim=1).double().mean()
+        return {"top1": hits[:, 0].double().mean(), "top5": top5, "l2": torch.tensor(1e-3)}
+
+    return LinearProbeAccuracy(CLASSES, l2=1e-3), feed, expected
+
+
 def quality_case():
     def expected(x, y, labels):
         rows = torch.stack([x, y], dim=1)
@@ -165,6 +180,7 @@ CASES = {
     "eigenspace_linear": partial(eigenspace_case, "linear"),
     "eigenspace_affine": partial(eigenspace_case, "affine"),
     "knn": knn_case,
+    "linear": linear_case,
 }
 
 # How the 37 rows fall to the ranks; what is missing falls to nobody's loss: each layout covers all rows.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils._pytree import tree_leaves
 
-from lightning_ssl import callbacks, methods
+from lightning_ssl import callbacks, functional, methods, metrics
 from lightning_ssl.data import ImageDataModule
+from lightning_ssl.nn.predictor_actions import DirectPredictorUpdate
 
 METHODS: dict[str, dict[str, Any]] = {
     "SimCLR": {},
@@ -106,3 +110,127 @@ def bar_steps() -> tuple[list[str], list[str]]:
     """Ours and Lightning's own stalls where there is a progress bar."""
     steps = _fit(method("BYOL"), [], 4, enable_progress_bar=True)[1:]
     return [_stalls(step) for step in steps], [_stalls(step, ours=False) for step in steps]
+
+
+def poisoned(what: str, at: int, path: str) -> tuple[str, list[str], bool]:
+    """Poison a step of a run that saves every fourth: the error, the checkpoints, and whether these are finite."""
+    device = _device()
+    model = method("BYOL")
+
+    class Poison(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == at:
+                with torch.no_grad():
+                    if what == "view":
+                        batch.views[1].view(-1)[0].fill_(float("nan"))
+                    elif what == "weight":
+                        module.projector[0].weight.view(-1)[0].fill_(float("inf"))
+                    else:
+                        module.backbone.register_forward_hook(lambda m, a, y: y * float("inf"))
+
+    saver = ModelCheckpoint(path, "{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer = device.trainer(callbacks=[Poison(), saver], max_steps=12, enable_checkpointing=True)
+    try:
+        trainer.fit(model, datamodule=data())
+        message = ""
+    except FloatingPointError as error:
+        message = str(error)
+    saved = sorted(Path(path).glob("*.ckpt"))
+    states = [torch.load(file, map_location="cpu", weights_only=False)["state_dict"] for file in saved]
+    return message, [file.stem for file in saved], all(bool(x.isfinite().all()) for s in states for x in s.values())
+
+
+def ablations(name: str, options: dict[str, Any], **settings: Any) -> float:
+    """A whole run: training, validation, test, prediction; the last loss."""
+    device = _device()
+    trainer = device.trainer(max_steps=2, limit_val_batches=1, limit_test_batches=1, limit_predict_batches=1)
+    model = method(name, **options)
+    source = data(**settings)
+    trainer.fit(model, datamodule=source)
+    loss = float(trainer.callback_metrics["train/loss"])
+    trainer.validate(model, datamodule=source, verbose=False)
+    trainer.test(model, datamodule=source, verbose=False)
+    trainer.predict(model, datamodule=source)
+    return loss
+
+
+def mixing() -> list[str]:
+    """What the device refuses, so that the other tests mean something."""
+    device = _device()
+    there, here, found = torch.ones(3, device=device.DEVICE), torch.ones(3), []
+    cases = {
+        "mix": lambda: there + here,
+        "numpy": lambda: there.numpy(),
+        "generator": lambda: torch.rand(3, device=device.DEVICE, generator=torch.Generator()),
+    }
+    for name, case in cases.items():
+        try:
+            case()
+        except (RuntimeError, TypeError):
+            found.append(name)
+    before = len(device.events)
+    float(there.sum()), there[there > 0], torch.tensor([1.0], device=device.DEVICE), there.cpu()
+    return [*found, *(event.kind for event in device.events[before:])]
+
+
+def functionals() -> list[str]:
+    """Names of the functions and metrics that gave on the device what they give on the CPU."""
+    device = _device()
+    x, y = torch.randn(12, 6), torch.randn(12, 6)
+    labels = torch.arange(12) % 3
+    F, W = x.T @ x / 12, torch.randn(6, 6)
+    calls: dict[str, Any] = {
+        "uniformity": lambda f, d: f.uniformity(d(x)),
+        "alignment": lambda f, d: f.alignment(d(x), d(y)),
+        "effective_rank": lambda f, d: f.effective_rank(d(x)),
+        "correlation_loss": lambda f, d: f.correlation_loss(d(x)),
+        "principal_plane": lambda f, d: f.principal_plane(d(x))[1],
+        "direct_predictor": lambda f, d: f.direct_predictor(d(F)),
+        "optimal_predictor": lambda f, d: f.optimal_predictor(d(F), d(W)),
+        "predictor_values": lambda f, d: f.predictor_values(d(F), d(W))["commutator_norm"],
+        "predictor_values_of_rows": lambda f, d: f.predictor_values_of_rows(d(x), d(y))["asymmetry"],
+        "barlow_twins_loss": lambda f, d: f.barlow_twins_loss(d(x), d(y)),
+        "info_nce_loss": lambda f, d: f.info_nce_loss(d(x)[:, 0].abs(), d(y).abs(), 0.5),
+        "knn_predict": lambda f, d: f.knn_predict(d(x), d(y), d(labels), 3, k=4)[:, 0].float(),
+        "fit_linear_probe": lambda f, d: f.fit_linear_probe(d(x), d(labels), 3, 1e-1)[0],
+    }
+    metric: dict[str, Any] = {
+        "Uniformity": (x,),
+        "Alignment": (x, y),
+        "EffectiveRank": (x,),
+        "SecondMoment": (x,),
+        "CorrelationBound": (x,),
+        "EigenspaceAlignment": (x, y),
+    }
+    found = []
+    for name, call in calls.items():
+        here, there = call(functional, lambda t: t), call(functional, lambda t: t.to(device.DEVICE))
+        if torch.allclose(here, there.cpu(), rtol=1e-4, atol=1e-5):
+            found.append(name)
+    for name, rows in metric.items():
+        kind = getattr(metrics, name)
+        one = kind(num_classes=3) if name == "CorrelationBound" else kind()
+        other = (kind(num_classes=3) if name == "CorrelationBound" else kind()).to(device.DEVICE)
+        one.update(*rows)
+        other.update(*(t.to(device.DEVICE) for t in rows))
+        pairs = zip(tree_leaves(one.compute()), tree_leaves(other.compute()), strict=True)
+        if all(torch.allclose(a, b.cpu(), rtol=1e-4, atol=1e-5) for a, b in pairs):
+            found.append(name)
+    return found
+
+
+def direct_root() -> tuple[float, float]:
+    """How far the predictor that DirectPred sets on the device is from the CPU's, and how far it moved."""
+    device = _device()
+    update, other = DirectPredictorUpdate(), DirectPredictorUpdate()
+    here, there = torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16, bias=False)
+    there.load_state_dict(here.state_dict())
+    there = there.to(device.DEVICE)
+    before = here.weight.detach().clone()
+    for step in range(3):
+        rows = torch.randn(10, 16, generator=torch.Generator().manual_seed(step))
+        update.update(rows)
+        other.update(rows.to(device.DEVICE))
+        update.step(here)
+        other.step(there)
+    return float((here.weight - there.weight.cpu()).abs().max()), float((here.weight - before).abs().max())

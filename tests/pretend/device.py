@@ -9,6 +9,7 @@ their own (`tests.pretend.run`).
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -99,16 +100,17 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> DeviceTensor:
-        outer = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=DEVICE,
-            requires_grad=requires_grad,
-        )
+        with torch.inference_mode(False):  # or views of what was made outside of it cannot be made inside
+            outer = torch.Tensor._make_wrapper_subclass(
+                cls,
+                inner.size(),
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                layout=inner.layout,
+                device=DEVICE,
+                requires_grad=requires_grad,
+            )
         outer.inner = inner
         return outer
 
@@ -306,6 +308,7 @@ def trainer(**kwargs: Any) -> L.Trainer:
         enable_checkpointing=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
+        default_root_dir=tempfile.mkdtemp(),  # not the working folder: callbacks write files
     )
     strategy = SingleDeviceStrategy(device=DEVICE)
     return L.Trainer(accelerator=PretendAccelerator(), devices=1, strategy=strategy, **{**settings, **kwargs})

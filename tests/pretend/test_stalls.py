@@ -26,9 +26,7 @@ def test_actions_wait_for_nothing(kind, on_device):
     assert set(on_device(cases.acting_steps, kind)) == {""}
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in cases.WATCHERS if kind not in ("CovarianceOperatorNorm", "EigenspaceAlignment")]
-)
+@pytest.mark.parametrize("kind", [kind for kind in cases.WATCHERS if kind not in ("CovarianceOperatorNorm",)])
 def test_a_due_callback_waits_three_times_at_most(kind, on_device):
     found, keys = on_device(cases.due_steps, kind)
     assert keys

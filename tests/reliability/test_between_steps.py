@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_ssl import callbacks
+from lightning_ssl._lightning import RESUMES_BEHIND_THE_STEP
 from lightning_ssl.data import MixtureDataModule
 from lightning_ssl.methods import BYOL, DirectPred, SimCLR
 from lightning_ssl.nn import MLPBackbone
@@ -175,7 +176,10 @@ def uninterrupted(tmp_path_factory):
 def assert_same(run, reference):
     state, expected = jobs.checkpoint(run), jobs.checkpoint(reference)
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch", "loops", "Data"):
-        assert not jobs.differences(state[part], expected[part], part)
+        odd = jobs.differences(state[part], expected[part], part)
+        if not RESUMES_BEHIND_THE_STEP:  # before 2.5 Lightning counts the epoch that it resumes in once more, or less
+            odd = [difference for difference in odd if "/epoch_progress/total/" not in difference]
+        assert not odd
     ours, theirs = (
         {key: value for key, value in found["callbacks"].items() if "Checkpoint" not in key}
         for found in (state, expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_ssl._lightning import RESUMES_BEHIND_THE_STEP
 from lightning_ssl.data import MixtureDataModule
 from lightning_ssl.methods import SimCLR
 from lightning_ssl.nn import MLPBackbone
@@ -123,4 +124,5 @@ def test_other_steps_go_on_behind_the_same_sample(size, steps, tmp_path):
     assert later.samples[0] == list(range(32, 32 + steps * size))
     assert later.samples[1] == list(range(80 // size * size)) and first.samples[1] == list(range(80))
     assert total == 2 + steps + 80 // size
-    assert later.validated == [0, 1]
+    # Before 2.5 Lightning may leave out the validation of an epoch that it resumes in, with its own ModelCheckpoint.
+    assert later.validated == [0, 1] or (not RESUMES_BEHIND_THE_STEP and later.validated == [1])

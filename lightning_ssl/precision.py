@@ -1,0 +1,33 @@
+"""How exactly products are computed, whatever the run allows its networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Inside, products of single-precision matrices and convolutions are in single precision: no TF32, no bfloat16.
+
+    Example:
+        >>> torch.set_float32_matmul_precision("high")
+        >>> with exact_products():
+        ...     print(torch.get_float32_matmul_precision())
+        highest
+        >>> torch.set_float32_matmul_precision("highest")
+    """
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    if convolutions:
+        torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
+        if convolutions:
+            torch.backends.cudnn.allow_tf32 = convolutions
