@@ -110,7 +110,7 @@ def albumentationsx(images: Tensor, recipe: Augmentation, facts: Facts) -> Views
         (-recipe.hue, recipe.hue),
         p=recipe.jitter,
     )
-    blur = A.GaussianBlur(blur_limit=(kernel, kernel), sigma_limit=recipe.blur_sigma, p=recipe.blur)
+    blur = A.GaussianBlur(blur_range=(kernel, kernel), sigma_range=recipe.blur_sigma, p=recipe.blur)
     transform = A.Compose(
         [
             A.RandomResizedCrop((size, size), scale=recipe.crop_scale, ratio=recipe.crop_ratio),

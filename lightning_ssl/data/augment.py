@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_ssl.data import cached, transforms
+from lightning_ssl.data import cached
+from lightning_ssl.data.packed import Plans
 from lightning_ssl.precision import exact_products
 from lightning_ssl.rng import uniforms
 
-_LARGE = 64  # sides of views that are worth making a few at a time on a CPU
 _TRIES = 10  # for a crop that fits, as in torchvision; then the largest central one
 NUM_UNIFORMS = 2 * _TRIES + 2 + 1 + 9 + 4
 
@@ -241,7 +240,8 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
 
     others = step_of[:, 0] * 2 + (step_of[:, 1] > step_of[:, 2]).long()  # the number of their order
     group = torch.where(jitter[:, 0] < recipe.jitter, hue_when * 6 + others, 24)
-    rows = group.argsort(stable=True)
+    # Within a group those whose channels play the same roles when the hue turns are neighbours.
+    rows = (group * 8 + (hue * 3).round() * 2 + (hue < 0)).argsort(stable=True)
     ends = torch.bincount(group, minlength=25)[:24].cumsum(0).tolist()
     grayscale, blur, sigma, solarize = rest[rows].unbind(1)
     least, most = recipe.blur_sigma
@@ -281,39 +281,26 @@ def carry_out(
     Returns:
         Views, [B, 3, size, size].
     """
-    make = cached.carry_out if image.device.type == "cpu" and size >= _LARGE else all_at_once
-    with exact_products():
-        return make(plan, recipe, image, size, mean, std)
+    return make_views(Plans([plan], [recipe], size, mean, std).to(image.device), image)[0]
+
+
+def make_views(plans: Plans, image: Tensor) -> list[Tensor]:
+    """Make the views of a batch from bytes [B, C, H, W], or from those of each view, [V, B, 3, size, size]."""
+    if image.device.type != "cpu":
+        with exact_products():
+            return plans.make(image)
+    given = image if image.ndim == 5 else [image] * len(plans)
+    return [
+        cached.carry_out(plan, recipe, pixels, plans.size, plans.mean, plans.std)
+        for plan, recipe, pixels in zip(plans.views, plans.recipes, given, strict=True)
+    ]
 
 
 def all_at_once(
     plan: Plan, recipe: Augmentation, image: Tensor, size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
-    """Make one view of a batch, the whole batch at a time: few calls, as a device wants it."""
-    if plan.box is None:
-        x = transforms.to_planes(image, plan.rows) / 255
-    else:
-        top, left, height, width, flip = plan.box
-        x = transforms.resized_crop(image, plan.rows, top, left, height, width, flip, size)
-    jittered = plan.ends[-1]
-    if jittered:
-        colours, start = x[:, :jittered], 0
-        for step, end in enumerate(plan.hue_ends):
-            if end > start and recipe.hue > 0:
-                transforms.adjust_hue_(x[:, start:end], plan.hue[start:end])
-            if step < 3:
-                transforms.blend_(colours, *plan.steps[step, :, :jittered])
-            start = end
-    if len(plan.grayscale):
-        x.index_copy_(1, plan.grayscale, transforms.gray(x.index_select(1, plan.grayscale)).expand(3, -1, -1, -1))
-    if len(plan.blur):
-        chosen = x.index_select(1, plan.blur)
-        x.index_copy_(1, plan.blur, transforms.gaussian_blur(chosen, plan.sigma, recipe.kernel_size(size)))
-    if len(plan.solarize):
-        chosen = x.index_select(1, plan.solarize)
-        x.index_copy_(1, plan.solarize, transforms.solarize_(chosen, recipe.solarize_threshold))
-    transforms.normalize_(x, mean, std)
-    return x.transpose(0, 1).contiguous().index_select(0, plan.places)
+    """Make one view of a batch as a device does, the whole batch at a time."""
+    return Plans([plan], [recipe], size, mean, std).pack().make(image)[0]
 
 
 class Augment(nn.Module):
@@ -380,16 +367,15 @@ class Augment(nn.Module):
         if index is not None and index.shape != image.shape[:1]:
             raise ValueError(f"`index` must have one entry an image, got {tuple(index.shape)} for {len(image)} images")
         height, width = (torch.full((len(image),), side) for side in image.shape[2:])
-        views = []
+        plans = []
         for view, recipe in enumerate(self.recipes):
             if index is None:
                 u = torch.rand(len(image), NUM_UNIFORMS)
             else:
                 u = uniforms(index.cpu(), NUM_UNIFORMS, self.seed, 0, epoch, view)
-            plan = draw_plan(recipe, u, height, width)
-            plan = apply_to_collection(plan, Tensor, lambda x: x.to(image.device, non_blocking=True))
-            views.append(carry_out(plan, recipe, image, self.size or min(image.shape[2:]), self.mean, self.std))
-        return views
+            plans.append(draw_plan(recipe, u, height, width))
+        drawn = Plans(plans, self.recipes, self.size or min(image.shape[2:]), self.mean, self.std)
+        return make_views(drawn.to(image.device, non_blocking=True), image)
 
     def extra_repr(self) -> str:
         return f"{len(self.recipes)} views, size={self.size}, seed={self.seed}"

@@ -8,7 +8,7 @@ import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 
-from lightning_ssl.data.augment import Plan
+from lightning_ssl.data.packed import Plans
 
 
 class ViewBatch(NamedTuple):
@@ -53,7 +53,7 @@ class RawBatch(NamedTuple):
         image: Bytes, [B, C, H, W]; None where workers have cropped and nobody asked for the clean image.
         label: Classes, [B].
         index: Positions in the dataset, [B].
-        plans: The augmentation of each view.
+        plans: The augmentation of the views.
         crops: Bytes of each view, [V, B, 3, S, S], when the workers have cropped.
         nuisance: Uniforms behind the nuisance of each resampled view and, last, of the clean image, [V + 1, B, 10].
         num_views: Views to make; 0 makes the clean image the only view.
@@ -62,7 +62,7 @@ class RawBatch(NamedTuple):
     image: Tensor | None
     label: Tensor
     index: Tensor  # type: ignore[assignment]
-    plans: tuple[Plan, ...] = ()
+    plans: Plans | None = None
     crops: Tensor | None = None
     nuisance: Tensor | None = None
     num_views: int = 0

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from PIL import Image, UnidentifiedImageError
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from lightning_ssl.data.rng import permutation
+from lightning_ssl.rng import permutation
 
 TEST = ("test", "val", "valid", "validation")
 SIDES = (32, 64, 96, 128, 160, 224)

@@ -13,6 +13,7 @@ from lightning_ssl.data.augment import Augmentation, Plan
 from lightning_ssl.data.batch import ProbeBatch, RawBatch, ViewBatch
 from lightning_ssl.data.digits import Nuisance
 from lightning_ssl.data.loader import EpochDataset, as_rows
+from lightning_ssl.data.packed import Plans
 from lightning_ssl.data.sources import Split
 from lightning_ssl.rng import CLEAN, uniforms
 
@@ -53,6 +54,10 @@ class Pipeline:
             plans.append(augment.draw_plan(self.recipes[view], u, height, width))
         return tuple(plans)
 
+    def plans(self, views: tuple[Plan, ...]) -> Plans:
+        """These plans, as they move to a device."""
+        return Plans(views, self.recipes or (), self.size, self.mean, self.std)
+
     def draw_nuisance(self, index: Tensor, epoch: int, split: int, num_views: int) -> Tensor | None:
         """Uniforms of the nuisance of each resampled view and of the clean image."""
         if self.nuisance is None:
@@ -66,8 +71,7 @@ class Pipeline:
         if raw.num_views == 0:
             clean = self.clean(raw)
             return ViewBatch((clean,), raw.label, raw.index, clean)
-        views = tuple(self._view(raw, view) for view in range(raw.num_views))
-        return ViewBatch(views, raw.label, raw.index, self.clean(raw) if self.clean_image else None)
+        return ViewBatch(tuple(self._views(raw)), raw.label, raw.index, self.clean(raw) if self.clean_image else None)
 
     def clean(self, raw: RawBatch) -> Tensor:
         """The clean, normalised images, [B, 3, size, size]."""
@@ -83,17 +87,18 @@ class Pipeline:
             x = transforms.resized_crop(raw.image, rows, box[0], box[1], box[2], box[3], box[4], self.size)
         return self._normalize(x.transpose(0, 1))
 
-    def _view(self, raw: RawBatch, view: int) -> Tensor:
+    def _views(self, raw: RawBatch) -> list[Tensor]:
         if self.recipes is None:
-            return self._normalize(self._draw_digits(raw, view))
+            return [self._normalize(self._draw_digits(raw, view)) for view in range(raw.num_views)]
         if raw.crops is not None:
-            image = raw.crops[view]
+            image = raw.crops
         elif self.digits:
             image = (self._draw_digits(raw, -1) * 255).round().to(torch.uint8)
         else:
             assert raw.image is not None
             image = raw.image
-        return augment.carry_out(raw.plans[view], self.recipes[view], image, self.size, self.mean, self.std)
+        assert raw.plans is not None
+        return augment.make_views(raw.plans, image)
 
     def _draw_digits(self, raw: RawBatch, view: int) -> Tensor:
         assert raw.image is not None
@@ -145,7 +150,7 @@ class RawImages(EpochDataset):
             height, width = (self.pipeline.size,) * 2 if self.pipeline.digits else image.shape[2:]
             sides = (torch.full((len(rows),), side) for side in (height, width))
             plans = self.pipeline.draw_plans(index, self.epoch, self.key, *sides)
-        return RawBatch(image, label, index, plans, None, nuisance, num_views)
+        return RawBatch(image, label, index, self.pipeline.plans(plans), None, nuisance, num_views)
 
     def _from_files(self, rows: list[int]) -> RawBatch:
         size = self.pipeline.size
@@ -164,11 +169,11 @@ class RawImages(EpochDataset):
         crops = torch.empty(len(plans), len(images), 3, size, size, dtype=torch.uint8)
         for plan, out in zip(plans, crops, strict=True):
             _cut(images, plan, size, out)
-        plans = tuple(plan._replace(box=None) for plan in plans)
+        drawn = self.pipeline.plans(tuple(plan._replace(box=None) for plan in plans))
         clean = None
         if self.pipeline.clean_image:
             clean = _stack([sources.center_crop(image, size) for image in images], size)
-        return RawBatch(clean, label, index, plans, crops, None, self.pipeline.num_views)
+        return RawBatch(clean, label, index, drawn, crops, None, self.pipeline.num_views)
 
     def _read(self, row: int) -> tuple[int, Tensor | None, int]:
         """Row, image and class; if it is corrupt and to be skipped, no image, or the next readable one for training."""

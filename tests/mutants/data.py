@@ -4,14 +4,31 @@ from tests.mutants import Mutant
 
 AUGMENT = "tests/data/test_augment.py"
 FILES = "tests/data/test_sources.py"
+PACKED = "tests/data/test_packed.py"
 
 MUTANTS = [
     # Large views on a CPU, and files
-    Mutant("lightning_ssl/data/cached.py", "height.long()[:, None] - 1)", "height.long()[:, None] + 9)", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "height[:, None] - 1)", "height[:, None] + 9)", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", ".ceil() + 1))", ".ceil()))", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", "if weight[middle + r] or r == 0)", "if r < 2)", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", "((0, 1, 2), (0, 2, 1),", "((0, 2, 1), (0, 1, 2),", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", "if place in grayscale:", "if False:", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "if pixel.max() > 1:", "if False:", AUGMENT),
+    Mutant(
+        "lightning_ssl/data/transforms.py", "(first + 2 - back) % 3", "(first + 2) % 3", "tests/data/test_transforms.py"
+    ),
+    # Views on a device
+    Mutant("lightning_ssl/data/packed.py", "_RANK = (0, 1, 3, 2, 4)", "_RANK = (0, 1, 2, 3, 4)", PACKED),
+    Mutant(
+        "lightning_ssl/data/packed.py", "((1, 2, 3), (0, 1, 2), (0, 1, 3),", "((1, 2, 3), (0, 1, 2), (0, 1, 2),", PACKED
+    ),
+    Mutant("lightning_ssl/data/packed.py", "_TOGETHER = 2**28", "_TOGETHER = 2**8", PACKED),
+    Mutant(
+        "lightning_ssl/data/packed.py",
+        "where[getattr(plan, name) + view * batch]",
+        "where[getattr(plan, name)]",
+        PACKED,
+    ),
     Mutant("lightning_ssl/data/augment.py", "hue_when * 6 + others, 24)", "hue_when * 6, 24)", AUGMENT),
     Mutant("lightning_ssl/data/sources.py", "data[place + 9] in (1, 3)", "True", FILES),
     Mutant("lightning_ssl/data/sources.py", "if _plain_jpeg(data):", "if False:", FILES),
