@@ -2,6 +2,9 @@
 
 from tests.mutants import Mutant
 
+OWN = "tests/nn/test_own_backbones.py -m 'not slow'"
+FOLDERS = "tests/data/test_folders.py -m 'not slow'"
+
 MUTANTS = [
     Mutant(
         "lightning_ssl/runs/peers.py",
@@ -202,13 +205,13 @@ MUTANTS = [
         "tests/test_cli.py -k by_name",
     ),
     Mutant(
-        "lightning_ssl/runs/run.py",
-        '_, first = np.unique(arrays["index"], return_index=True)',
-        'first = np.arange(len(arrays["index"]))',
+        "lightning_ssl/runs/embeddings.py",
+        '_, first = np.unique(whole["index"], return_index=True)',
+        'first = np.arange(len(whole["index"]))',
         "tests/test_cli.py -k embeddings",
     ),
     Mutant(
-        "lightning_ssl/runs/run.py",
+        "lightning_ssl/runs/embeddings.py",
         'rows["features"] = rows["features"].float()',
         "pass",
         "tests/test_cli.py -k embeddings",
@@ -296,5 +299,14 @@ MUTANTS = [
         'if kind and kind != "SGD":',
         "if False:",
         "tests/theory/test_run.py -k cover",
+    ),
+    # Networks and folders of one's own
+    Mutant("lightning_ssl/nn/backbones.py", 'if getattr(head, "out_features", 0) == CLASSES:', "if False:", OWN),
+    Mutant("lightning_ssl/nn/backbones.py", "            module.training = training\n", "            pass\n", OWN),
+    Mutant("lightning_ssl/data/folders.py", "(order[count:], order[:count])", "(order, order[:count])", FOLDERS),
+    Mutant("lightning_ssl/data/folders.py", "min(len(train) // 5, 10_000)", "min(len(train) // 2, 10_000)", FOLDERS),
+    Mutant("lightning_ssl/data/folders.py", "    if loose or not parts:", "    if not parts:", FOLDERS),
+    Mutant(
+        "lightning_ssl/runs/own_data.py", "if any(_names_data(config) for config in configs):", "if False:", FOLDERS
     ),
 ]
