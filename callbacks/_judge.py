@@ -355,4 +355,4 @@ class PrototypeJudge:
 
 
 ONE_PROTOTYPE = 0.5  # of ln K: what the entropy of the mean assignment falls below
-SAME_ASSIGNMENT = 0.0015  # of ln K: what an assignment tells of its sample, at least
+SAME_ASSIGNMENT = 0.0005  # of ln K: what an assignment tells of its sample, at least
