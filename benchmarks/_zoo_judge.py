@@ -115,16 +115,17 @@ def truth(seen: Seen) -> str:
     below a quarter of the start's and kNN lost five points;
     "dimensional": their variance has a rank below 3 (of what the loss sees), or below a fifth of the start's and the
     probes lost; "partial": fewer than half of the dimensions that had any variance still do; "prototype": assignments
-    carry less than a hundredth of the possible information, or have less than a quarter of the possible entropy. Else
+    carry less than a hundredth of the possible information, or have less than a quarter of the possible entropy, and
+    kNN gained less than five points. Else
     "healthy" where kNN or the linear probe gained a point over the untrained network and neither lost two, and
     "neither" in between.
     """
     end, last = seen.end, seen.assignments
-    if last is not None:
+    knn, linear = seen.knn[-2:].mean() - seen.knn[0], seen.linear[-1] - seen.linear[0]
+    if last is not None and knn < 0.05:
         mean, entropy, _, most = last[-3:].mean(0)
         if mean < 0.25 * most or mean - entropy < 0.01 * most:
             return "prototype"
-    knn, linear = seen.knn[-2:].mean() - seen.knn[0], seen.linear[-1] - seen.linear[0]
     if end["end_std"] < min(0.1, end["start_std"] / 2) or (end["end_std"] < end["start_std"] / 4 and knn < -0.05):
         return "complete"
     if end["end_alive"] < end["start_alive"] / 2:

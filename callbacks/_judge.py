@@ -175,8 +175,11 @@ class Judge:
         return "healthy", []
 
     def _opens(self, look: Look) -> bool:
-        """Whether the rank has been growing: a network may be born with few dimensions and open up."""
-        return len(self.recent) > 4 and look.rank > 1.05 * self.recent[-5]["rank"]
+        """Whether rank or deviation has been growing: a network may be born with few dimensions and open up."""
+        if len(self.recent) < 5:
+            return False
+        before = self.recent[-5]
+        return look.rank > 1.05 * before["rank"] or look.deviation > 1.1 * before["deviation"]
 
     def _settled(self, kind: Kind, look: Look) -> bool:
         """Whether what is suspected has been so for long enough, and is not about to pass."""
@@ -192,6 +195,10 @@ class Judge:
             sure = look.deviation < complete / 2 or look.noise > self.rules.noise
             return change <= (1.1 if sure else 0.9)
         if kind == "dimensional":
+            noise = sum(seen["noise"] for seen in self.recent[-4:]) / len(self.recent[-4:])
+            # While views come together, a young network may be flat for a while, and open up.
+            if noise < self.rules.noise and (self.count <= self.rules.opening or self._opens(look)):
+                return False
             return look.rank <= 1.1 * self.recent[-2:][0]["rank"]
         return True
 
@@ -348,4 +355,4 @@ class PrototypeJudge:
 
 
 ONE_PROTOTYPE = 0.5  # of ln K: what the entropy of the mean assignment falls below
-SAME_ASSIGNMENT = 0.0015  # of ln K: what an assignment tells of its sample, at least
+SAME_ASSIGNMENT = 0.0005  # of ln K: what an assignment tells of its sample, at least

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import lightning.pytorch as L
@@ -399,6 +399,7 @@ class CollapseMonitor(Watcher):
             "shapes": {path: list(shape) for path, shape in self._shapes.items()},
             "facts": dict(self._facts),
             "told": dict(self._told),
+            "coming": None if self._coming is None else asdict(self._coming),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -417,6 +418,8 @@ class CollapseMonitor(Watcher):
         self._windows = {path: list(rows) for path, rows in state_dict["windows"].items()}
         self._shapes = {path: (shape[0], shape[1]) for path, shape in state_dict["shapes"].items()}
         self._facts, self._told = dict(state_dict["facts"]), dict(state_dict["told"])
+        coming = state_dict.get("coming")
+        self._coming = None if coming is None else Forecast(**coming)
 
 
 _NUMBERS = 10  # of a place

@@ -20,6 +20,7 @@ class OfflineRun:
     history: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     summaries: dict[str, str] = field(default_factory=dict)
+    alerts: list[str] = field(default_factory=list)
     run_id: str = ""
     folder: Path = Path()
 
@@ -46,6 +47,8 @@ def read_offline_run(folder: Path) -> OfflineRun:
         elif kind == "run":
             run.run_id = record.run.run_id
             _update(run.config, record.run.config.update)
+        elif kind == "alert":
+            run.alerts.append(record.alert.title)
         elif kind == "config":
             _update(run.config, record.config.update)
         elif kind == "metric":

@@ -178,6 +178,15 @@ def test_views_as_far_apart_as_samples_make_a_small_deviation_a_collapse():
     assert [v.kind for v in judged(looks(falling))] == ["healthy"] * 6  # nothing known of views
 
 
+def test_a_young_network_whose_views_come_together_has_time_to_open_up():
+    flat = [20.0] * 3 + [1.8] * 20
+    same, rising = [0.5] * 23, [0.5] * 3 + [0.3 * 1.05**i for i in range(20)]
+    first = next(i for i, v in enumerate(judged(looks(same, flat, noise=0.7))) if v.kind == "dimensional")
+    assert first == 12  # observation 13
+    assert {v.kind for v in judged(looks(rising, flat, noise=0.7))} == {"healthy"}
+    assert judged(looks(same, flat, noise=0.95))[5].kind == "dimensional"  # views do not: no time is given
+
+
 def test_a_collapse_is_forecast_while_all_is_healthy():
     stds = [0.9 * 0.9**i for i in range(14)]  # below half of the start from observation 7 on, 0.17 at 15.8
     found = judged(looks(stds, noise=0.95))

@@ -12,9 +12,16 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
-from lightning_ssl.callbacks import CorrelationBound, EigenspaceAlignment, RepresentationCircle, UniformityAlignment
+from lightning_ssl.callbacks import (
+    CollapseMonitor,
+    CorrelationBound,
+    EigenspaceAlignment,
+    RepresentationCircle,
+    UniformityAlignment,
+)
 from tests.callbacks import strangers
 from tests.callbacks.harness import History, trainer
+from tests.wandb_reader import read_offline_run
 
 
 def fit(logger, root, **options):
@@ -136,3 +143,26 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path):
 def test_values_are_there_for_other_callbacks(tmp_path):
     run = fit(False, tmp_path)
     assert isinstance(run.callback_metrics["train/alignment"], torch.Tensor)
+
+
+class Collapsing(strangers.MeanLoss):
+    def step(self, batch):
+        with torch.no_grad():
+            self.projector.weight.mul_(0.3)
+        return super().step(batch)
+
+
+@pytest.mark.slow
+def test_a_collapse_is_one_alert_of_an_offline_run(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=tmp_path, project="watch", offline=True)
+    run = trainer(
+        [CollapseMonitor(every_n_steps=1)], logger=logger, max_epochs=9, max_steps=20, default_root_dir=tmp_path
+    )
+    with pytest.warns(UserWarning, match="complete collapse"):
+        run.fit(Collapsing(), strangers.loader(strangers.Pairs(64)))
+    assert dict(logger.experiment.summary)["collapse"] == "complete"
+    wandb.finish()
+    offline = read_offline_run(next(tmp_path.rglob("offline-run-*")))
+    assert offline.alerts == ["collapse: complete"]

@@ -3,28 +3,45 @@
 from tests.mutants import Mutant
 
 MONITOR = "callbacks/collapse_monitor.py"
+JUDGE = "callbacks/_judge.py"
 RULES = "tests/callbacks/test_collapse_monitor.py"
+QUALITY = "tests/callbacks/test_feature_quality.py"
 PAIR = "callbacks/_engine/pair.py"
 PAIRS = "tests/callbacks/test_pair.py"
 ENGINE = "tests/callbacks/test_engine.py"
 
 MUTANTS = [
     # The verdict
-    Mutant(MONITOR, "max(2, self.patience) :]", "2:]", RULES),
-    Mutant(MONITOR, "if len(self._recent) < self.patience or", "if", RULES),
-    Mutant(MONITOR, "not all(kind for kind, *_", "not any(kind for kind, *_", RULES),
-    Mutant(MONITOR, "else 0.9)", "else 1.1)", RULES),
-    Mutant(MONITOR, "std < self.complete / 2 else", "False else", RULES),
-    Mutant(MONITOR, "min(self.complete, self._baseline / 2)", "self.complete", RULES),
+    Mutant(JUDGE, "last = self.recent[-self.rules.patience :]", "last = self.recent[-1:]", RULES),
+    Mutant(JUDGE, "if len(last) < self.rules.patience or", "if", RULES),
+    Mutant(JUDGE, 'any(seen["kind"] == "healthy"', 'all(seen["kind"] == "healthy"', RULES),
+    Mutant(JUDGE, "return change <= (1.1 if sure else 0.9)", "return change <= 1.1", RULES),
+    Mutant(JUDGE, "sure = look.deviation < complete / 2 or", "sure =", RULES),
+    Mutant(JUDGE, "min(complete, first.deviation / 2)", "complete", RULES),
+    Mutant(JUDGE, "self.first = self.first or look", "self.first = look", RULES),
+    Mutant(JUDGE, "if look.rank < flat:", "if False:", RULES),
+    Mutant(JUDGE, "flat = min(rules.dimensional, look.limit / 2)", "flat = rules.dimensional", RULES),
+    Mutant(JUDGE, "if self.main and noisy and", "if self.main and", RULES),
+    Mutant(JUDGE, "half = rules.partial * self.most_alive", "half = 0.0", RULES),
+    Mutant(JUDGE, "look.alive < rules.narrow * look.limit and not", "look.alive < 0 and not", RULES),
+    Mutant(JUDGE, "and not self._opens(look)", "", RULES),
+    Mutant(JUDGE, "or not look.noise > self.rules.noise:", ":", RULES),
+    Mutant(JUDGE, "or _line(curve[TREND // 2 :])[0] > 0.8 * slope:", ":", RULES),
+    Mutant(JUDGE, "if not threshold < now < start / 2:", "if not threshold < now:", RULES),
+    Mutant(JUDGE, "m < ONE_PROTOTYPE * most", "m < 0", RULES),
+    Mutant(JUDGE, "m - h < SAME_ASSIGNMENT * most", "m - h < 0", RULES),
+    Mutant(MONITOR, "min(2 * unit.shape[1], MOST_ROWS)", "1", RULES),
+    Mutant(MONITOR, "limit = min(dim, rows - 1, width)", "limit = min(dim, width)", RULES),
+    Mutant(MONITOR, "if limit and not self._stopped and", "if not self._stopped and", RULES),
+    Mutant(MONITOR, "self._stopped, trainer.should_stop = self.verdict.kind, True", "pass", RULES),
+    Mutant(MONITOR, "rank_zero_warn if worse and place.main", "rank_zero_warn if worse", RULES),
+    Mutant("callbacks/_dynamics.py", "when[0] is None or when[1] is None", "when[1] is None and False", RULES),
     Mutant(
-        MONITOR, "self._baseline = std if self._baseline is None else self._baseline", "self._baseline = std", RULES
+        "callbacks/feature_quality.py",
+        "        self._metric.reset()\n        return self._named",
+        "        return self._named",
+        QUALITY,
     ),
-    Mutant(MONITOR, "if self.stop and", "if", RULES),
-    Mutant(MONITOR, "trainer.should_stop = True", "pass", RULES),
-    Mutant(MONITOR, "flat = rank < min(self.dimensional, dim / 2)", "flat = False", RULES),
-    Mutant(MONITOR, "min(self.dimensional, dim / 2)", "self.dimensional", RULES),
-    Mutant(MONITOR, "min(found.centred.shape[1], len(rows) - 1)", "found.centred.shape[1]", RULES),
-    Mutant(MONITOR, '"baseline": self._baseline,', '"baseline": None,', RULES),
     # When
     Mutant(
         "callbacks/diagnostic.py",

@@ -2,6 +2,9 @@
 
 from tests.mutants import Mutant
 
+HERE = "lightning_ssl/functional/"
+QUALITY = "tests/functional/test_quality.py"
+
 MUTANTS = [
     Mutant(
         "lightning_ssl/functional/losses.py",
@@ -393,4 +396,14 @@ MUTANTS = [
         "share * own",
         " tests/functional/test_covariance_operator.py -k 'percent or closer'",
     ),
+    # Without labels
+    Mutant(f"{HERE}quality.py", "+ eps\n    return torch.exp(-(p", "\n    return torch.exp(-(p", QUALITY),
+    Mutant(f"{HERE}quality.py", "means = x.mean(dim=1)\n    centred", "means = x[:, 0]\n    centred", QUALITY),
+    Mutant(f"{HERE}quality.py", "w = alive / i", "w = alive / 1", QUALITY),
+    Mutant(f"{HERE}quality.py", "2 / math.sqrt(dim)", "1 / math.sqrt(dim)", QUALITY),
+    Mutant(f"{HERE}quality.py", "(2 * torch.trapezoid", "(torch.trapezoid", QUALITY),
+    Mutant(
+        f"{HERE}quality.py", "within = moment - between", "within = moment", "tests/metrics/test_metrics.py -k quality"
+    ),
+    Mutant(f"{HERE}quality.py", "log_q.exp() * (log_q - log_p)", "log_p.exp() * (log_q - log_p)", QUALITY),
 ]
