@@ -123,7 +123,8 @@ class Crop:
         if self.plan.box is None:
             return transforms.to_planes(self.image, rows) / 255
         if not self.alone:
-            return transforms.resized_crop(self.image, rows, *self.plan.box[:, start:end], self.size)
+            top, left, height, width, flip = self.plan.box[:, start:end]
+            return transforms.resized_crop(self.image, rows, top, left, height, width, flip, self.size)
         out = torch.empty(3, end - start, self.size, self.size)
         for place in range(start, end):
             self._one(place, out[:, place - start])

@@ -203,7 +203,8 @@ class Part:
         one, two, three, four = self.ends
         for step, (start, end) in enumerate(((one, four), (0, four), (0, three), (0, four))):
             if end > start:
-                transforms.blend_(x[:, start:end], *rounds[step, :, start:end], luma)
+                pixel, gray, mean = rounds[step, :, start:end]
+                transforms.blend_(x[:, start:end], pixel, gray, mean, luma)
             if step in (0, 2) and self.turns:
                 start, end = (0, two) if step == 0 else (two, four)
                 if end > start:
