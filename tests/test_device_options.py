@@ -28,9 +28,9 @@ def test_products_are_exact_inside_and_as_they_were_after(tf32):
 
 
 def test_augmentation_is_exact_where_networks_are_not(tf32, monkeypatch):
-    seen, make = [], augment.all_at_once
+    seen, make = [], augment.cached.carry_out
     monkeypatch.setattr(
-        augment, "all_at_once", lambda *a: (seen.append(torch.get_float32_matmul_precision()), make(*a))[1]
+        augment.cached, "carry_out", lambda *a: (seen.append(torch.get_float32_matmul_precision()), make(*a))[1]
     )
     Augment("simclr")(torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8))
     assert seen == ["highest"] * 2

@@ -286,14 +286,14 @@ def carry_out(
 
 def make_views(plans: Plans, image: Tensor) -> list[Tensor]:
     """Make the views of a batch from bytes [B, C, H, W], or from those of each view, [V, B, 3, size, size]."""
-    if image.device.type != "cpu":
-        with exact_products():
+    with exact_products():
+        if image.device.type != "cpu":
             return plans.make(image)
-    given = image if image.ndim == 5 else [image] * len(plans)
-    return [
-        cached.carry_out(plan, recipe, pixels, plans.size, plans.mean, plans.std)
-        for plan, recipe, pixels in zip(plans.views, plans.recipes, given, strict=True)
-    ]
+        given = image if image.ndim == 5 else [image] * len(plans)
+        return [
+            cached.carry_out(plan, recipe, pixels, plans.size, plans.mean, plans.std)
+            for plan, recipe, pixels in zip(plans.views, plans.recipes, given, strict=True)
+        ]
 
 
 def all_at_once(

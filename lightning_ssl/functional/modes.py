@@ -89,6 +89,11 @@ class ModeDynamics:
         beta: Relative EMA rate; None is SimSiam.
         eta: Weight decay of w, and of w_p unless ``eta_p`` is given.
         eta_p: Weight decay of w_p.
+
+    Example:
+        >>> modes = ModeDynamics(eta=0.01).solve(p=torch.tensor([0.5]), s=torch.tensor([0.5]), times=[0.0, 500.0])
+        >>> f"{modes.p[-1].item():.2f}"  # near 1, where the predictor undoes nothing
+        '0.99'
     """
 
     lambda_s: float | Tensor = 1.0
