@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -337,3 +340,60 @@ def test_the_dynamics_are_silent_where_they_do_not_hold():
     assert rates_of(Run, model, model.predictor) == Rates(0.1, 1.0, 0.0, 0.0)
     Run.optimizers = [torch.optim.Adam(model.parameters())]
     assert rates_of(Run, model, model.predictor) is None
+
+
+# One rule each, on looks made for it ----------------------------------------------------------------------------------
+
+
+def test_so_few_possible_dimensions_are_not_flat():
+    looks = [Look(i, 1.0, 2.0, 2.0, 3, 3, noise=0.95) for i in range(4)]
+    assert judged(looks)[-1].kind == "healthy"
+    assert judged([replace(look, participation=4.0, alive=64, limit=64) for look in looks])[-1].kind == "dimensional"
+
+
+def test_a_small_deviation_is_a_collapse_only_where_views_do_not_agree():
+    falling = [Look(i, s, 20.0, 20.0, 64, 64, noise=0.95) for i, s in enumerate([1.0, 0.1685, 0.1512])]
+    assert judged(falling)[-1].kind == "complete"
+    assert judged([replace(look, noise=0.1) for look in falling])[-1].kind == "healthy"
+
+
+def test_few_live_dimensions_are_left_alone_while_the_rank_grows():
+    growing = [Look(i, 1.0, 4.0, 3 * 1.02**i, 10, 64, noise=0.3) for i in range(20)]
+    assert judged(growing)[-1].kind == "healthy"
+    assert judged([replace(look, rank=4.0) for look in growing])[-1].kind == "partial"
+
+
+def test_nothing_is_forecast_before_half_is_lost():
+    falling = [Look(5 * i, 0.92**i, 20.0, 20.0, 64, 64, noise=0.95) for i in range(10)]
+    assert judged(falling[:8])[-1].forecast is None  # at 0.56 of the start
+    assert judged(falling)[-1].forecast is not None
+
+
+def test_no_batch_bounds_the_rank():
+    monitor = CollapseMonitor()
+    ranks = [float(monitor.measure(isotropic(64, dim=64, n=16, seed=seed))["variance_rank"]) for seed in range(8)]
+    assert ranks[0] < 15 < 25 < ranks[-1]
+
+
+def test_three_rows_have_two_dimensions():
+    assert verdicts(CollapseMonitor(), [1, 1, 1], n=3) == [0, 0, 0]
+
+
+def test_a_run_that_is_not_to_stop_still_tells():
+    told = []
+    run = trainer([CollapseMonitor(every_n_steps=1, on_verdict=told.append)], max_steps=8, max_epochs=9)
+    with pytest.warns(UserWarning, match="complete collapse"):
+        run.fit(Falling(), strangers.loader(strangers.Pairs(64)))
+    assert told and told[-1].kind == "complete" and run.global_step == 8
+
+
+def test_other_places_do_not_warn():
+    monitor = CollapseMonitor()
+    for path, rank in (("projector", 20.0), ("backbone", 1.2)):
+        judge = monitor._judges[path] = Judge(path, main=path == "projector")
+        for i in range(4):
+            judge.see(Look(i, 1.0, rank, rank, 64, 64, noise=0.95))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monitor.report(SimpleNamespace(current_epoch=0, is_global_zero=True), 3, "train")
+    assert monitor.verdict.kind == "healthy" and [turn.place for turn in monitor.verdict.turns] == ["backbone"]
