@@ -69,8 +69,11 @@ class WandbSetup(L.Callback):
             return
         # Before anything is logged, so that the first value counts; other keys when they are first seen.
         self._define(trainer, [q.key.replace("*", stage, 1) for q in self._quantities for stage in ("train", "val")])
-        for logger in _wandb_loggers(trainer):
-            logger.experiment.config.update(self._facts(), allow_val_change=True)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.is_global_zero:  # the run's config has been written by now
+            for logger in _wandb_loggers(trainer):
+                logger.experiment.config.update(self._facts(), allow_val_change=True)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self._define(trainer, trainer.logged_metrics)

@@ -12,7 +12,7 @@ import pytest
 from torchvision import datasets
 
 from lightning_ssl.runs.cli import main
-from tests.data.files import write_cifar, write_stl10
+from tests.data.files import write_cifar, write_folder, write_stl10
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -77,6 +77,7 @@ def test_commands(tmp_path, monkeypatch):
         for name in ("train_list", "test_list"):
             monkeypatch.setattr(dataset, name, [(file, None) for file, _ in getattr(dataset, name)])
     monkeypatch.setattr(datasets.CIFAR10, "meta", {**datasets.CIFAR10.meta, "md5": None})
+    write_folder(tmp_path / "FOLDER")
     main(["fit", "--name=NAME", "--config=digits/directpred.yaml", *SMALL[:3], *SMALL[4:]])
     assert len(COMMANDS) >= 6
     for command in COMMANDS:
@@ -90,6 +91,13 @@ def test_commands(tmp_path, monkeypatch):
                 main([*args, "--checks=optimizer", *SMALL[4:]])
             assert ended.value.code == 0
             continue
+        if args[0] == "export":
+            with pytest.raises(SystemExit) as ended:
+                main(args)
+            assert ended.value.code == 0
+            continue
         small = SMALL if args[0] == "fit" else SMALL[2:]
+        if "--name" in args:  # a run whose checkpoint is used
+            small = [*SMALL[:3], *SMALL[4:]]
         main([*args, *small])
     assert (tmp_path / "embeddings.npz").is_file()

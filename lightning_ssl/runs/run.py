@@ -64,6 +64,7 @@ class RunCLI(LightningCLI):
     def __init__(self, **kwargs: Any) -> None:
         self.parsers: list[RunParser] = []
         self.reading: str | None = None  # the checkpoint whose hyperparameters are being read
+        self.given: str | None = None  # the checkpoint that the command names
         self.peers = Peers()
         try:
             super().__init__(
@@ -84,7 +85,8 @@ class RunCLI(LightningCLI):
                     raise error
             raise error
         except CheckpointError as found:
-            self.parser.exit(2 if isinstance(found, UnreadableError) else 1, f"lightning-ssl: error: {found}\n")
+            wrong = self.given is not None and isinstance(found, UnreadableError)
+            self.parser.exit(2 if wrong else 1, f"lightning-ssl: error: {found}\n")
         except (MisconfigurationException, FileNotFoundError, Disagreement):
             self.parser.exit(2, f"lightning-ssl: error: {error}\n")
         except RuntimeError as found:
@@ -148,7 +150,7 @@ class RunCLI(LightningCLI):
             config.ckpt_path = str(self._meant(config) / "checkpoints" / "last.ckpt")
         path = config.get("ckpt_path")
         if path not in (None, "best", "last", "hpc", "registry") and "://" not in path:
-            self.reading = path
+            self.reading = self.given = path
             if self.config.subcommand == "fit" and one_of_many() and not Path(path).exists():
                 # Not the end of this rank alone, for which the others would wait: all end when they compare.
                 self.peers.missing, self.reading, config.ckpt_path = path, None, None

@@ -123,6 +123,7 @@ def output(folder: Path) -> str:
 
 def _main(folder: str, args: list[str], kill: tuple[str, int] | None, environment: dict[str, str]) -> None:
     os.chdir(folder)
+    os.environ.pop("WANDB_SERVICE", None)  # that of an earlier test in this process, which knows its runs
     os.environ.update(environment)
     with open("output.txt", "a", buffering=1) as file:
         os.dup2(file.fileno(), 1)
