@@ -39,7 +39,8 @@ def test_a_step_compiled_to_machine_code_has_the_plain_ones_gradients(name):
     for a, b in zip(compiled.parameters(), plain.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
         if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4)
+            # Barlow Twins' differ by up to 2.3e-5 in a few entries; why is not known.
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-4 if name == "BarlowTwins" else 1e-5)
 
 
 def test_hooks_are_there_for_due_steps_only():
