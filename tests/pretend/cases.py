@@ -90,6 +90,11 @@ def plain_steps(name: str, with_callbacks: bool = False, first_due: bool = False
     return [_stalls(step) for step in steps[1:]]
 
 
+def all_steps() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Stalls of each method's steps with all callbacks, none due, and of steps at which one callback is due."""
+    return {name: plain_steps(name, True) for name in METHODS}, {kind: due_steps(kind)[0] for kind in WATCHERS}
+
+
 def acting_steps(kind: str, **options: Any) -> list[str]:
     action = getattr(callbacks, kind)(**options)
     return [_stalls(step) for step in _fit(method("BYOL", predictor="linear"), [action], 4)[1:]]

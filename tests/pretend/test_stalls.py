@@ -3,6 +3,7 @@
 import pytest
 
 from tests.pretend import cases
+from tests.pretend.ranks import on_ranks
 
 
 def lines(text):
@@ -31,6 +32,14 @@ def test_a_due_callback_waits_three_times_at_most(kind, on_device):
     found, keys = on_device(cases.due_steps, kind)
     assert keys
     assert all(1 <= lines(step) <= 3 for step in found), found
+
+
+@pytest.mark.slow
+def test_the_same_holds_on_two_ranks(tmp_path):
+    for quiet, due in on_ranks(tmp_path, cases.all_steps):
+        assert quiet == {name: [""] * 4 for name in cases.METHODS}
+        assert due.keys() == cases.WATCHERS.keys()
+        assert all(1 <= lines(step) <= 3 for steps in due.values() for step in steps), due
 
 
 def test_what_waits_for_a_progress_bar_is_lightnings(on_device):
