@@ -1,11 +1,14 @@
 """Networks that are not ours: by import path, from timm and torchvision, as objects."""
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torchvision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_ssl.data import HLTMDataModule
+from lightning_ssl import methods
+from lightning_ssl.data import HLTMDataModule, ImageDataModule
 from lightning_ssl.nn import MLPBackbone, build_backbone, num_features
 from lightning_ssl.nn.backbones import check_input
 from lightning_ssl.runs.cli import main
@@ -71,6 +74,14 @@ def test_sizes_that_do_not_fit_are_named_with_those_that_do():
         check_input(vit, (3, 64, 64), 16)
     with pytest.raises(ValueError, match=r"samples of shape \[8\].*--model.backbone.in_features 8"):
         check_input(MLPBackbone(), HLTMDataModule(depth=3, draws=64, batch_size=16).input_shape, 128)
+
+
+@pytest.mark.parametrize("name", methods.__all__)
+def test_every_method_refuses_a_size_before_its_first_step(name):
+    method = getattr(methods, name)(backbone=small_vit())
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1)
+    with pytest.raises(MisconfigurationException, match=r"\[3, 64, 64\].*that works: 32$"):
+        trainer.fit(method, datamodule=ImageDataModule(image_size=64, batch_size=4))
 
 
 @pytest.fixture
