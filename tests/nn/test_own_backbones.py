@@ -14,6 +14,8 @@ from lightning_ssl.nn.backbones import check_input
 from lightning_ssl.runs.cli import main
 from tests.test_cli import SHORT
 
+SLOW = pytest.mark.slow
+
 
 def small_vit(**options):
     sizes = dict(image_size=32, patch_size=16, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=16)
@@ -41,6 +43,17 @@ def test_the_features_are_counted_and_not_believed():
     assert num_features(backbone) == 5
     assert torch.equal(state, torch.random.get_rng_state())
     assert backbone.training and not backbone.dropout.training
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "resnet10t", "vit_tiny_patch16_224"])
+def test_timms_features_are_those_that_come_out(name):
+    timm = pytest.importorskip("timm")
+    made = build_backbone(timm.create_model(name))  # as people make them, with a classifier
+    with torch.no_grad():
+        features = made.eval()(torch.randn(2, 3, 224, 224))
+    assert features.shape == (2, num_features(made)) and features.std() > 0
+    if name.startswith("mobilenet"):  # a size that the attribute does not tell
+        assert made.num_features != num_features(made)
 
 
 def test_a_classifier_is_taken_off_and_a_head_of_ones_own_is_not():
@@ -123,6 +136,10 @@ def test_a_network_in_a_file_of_ones_own_and_its_saved_config(own):
         (["--model.backbone", "their_net.Nets"], "has no attribute 'Nets'"),
         (["--model.backbone", "their_net.fixed"], "set --data.image_size to one that works: 64"),
         (["--data", "HLTMDataModule", "--model.backbone", "mlp"], "set --model.backbone.in_features 32"),
+        pytest.param(
+            ["--model.backbone", "vit_b_16"], "(Wrong image height! Expected 224 but got 32!); set", marks=SLOW
+        ),
+        pytest.param(["--model=SimCLR", "--model.backbone=vit_b_16"], "image_size to one that works: 224", marks=SLOW),
     ],
 )
 def test_failures_are_one_line(own, capsys, flags, words):
