@@ -105,6 +105,7 @@ def test_without_classes_and_a_test_split(form, tmp_path):
     data = ImageDataModule(root=make(), batch_size=4)
     assert not data.labelled and data.pipeline.size == 32 and data.facts.augmentation == "cifar10"
     assert (len(data.source.train), len(data.source.test)) == (16, 4) and data.source.held_out
+    assert set(data.source.train.labels.tolist()) == {-1} and set(data.source.test.labels.tolist()) == {-1}
     rows = [data.source.train.read(row, "error")[0] for row in range(16)]
     held = [data.source.test.read(row, "error")[0] for row in range(4)]
     pixels = {bytes(torch.from_numpy(PIXELS[row]).permute(2, 0, 1).contiguous().numpy()) for row in range(20)}
