@@ -31,7 +31,8 @@ def build(model: Mapping[str, Any]) -> Method:
     """A method from its class path and arguments, as the console script makes it."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Method, "model")
-    made: Method = parser.instantiate_classes(parser.parse_object({"model": dict(model)})).model
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # its name before 4.49
+    made: Method = instantiate(parser.parse_object({"model": dict(model)})).model
     return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
