@@ -107,9 +107,8 @@ def run_job(
     with _quiet():
         if size["epochs"]:
             saver = RunCheckpoint(dirpath=folder, save_last=True, save_top_k=0, enable_version_counter=False)
-            trainer = _trainer(
-                size, [*watchers(model, size), history, saver], max_epochs=size["epochs"], **(limits or {})
-            )
+            options = {"max_epochs": size["epochs"], "default_root_dir": folder, **(limits or {})}
+            trainer = _trainer(size, [*watchers(model, size), history, saver], **options)
             last = folder / "last.ckpt"
             try:
                 trainer.fit(model, datamodule=data, ckpt_path=str(last) if last.exists() else None)

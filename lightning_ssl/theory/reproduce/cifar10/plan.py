@@ -99,13 +99,7 @@ def read(full: bool = False, pilot: bool = False, text: str | None = None) -> Pl
         text = (files("lightning_ssl.configs") / FILE).read_text(encoding="utf-8")
     content = yaml.safe_load(text)
     settings = {name: _setting(entry, full) for name, entry in content["settings"].items()}
-    contrasts = {
-        name: Contrast(
-            name,
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()},
-        )
-        for name, entry in content["contrasts"].items()
-    }
+    contrasts = {name: _contrast(name, entry) for name, entry in content["contrasts"].items()}
     size = content["full" if full else "small"]
     seeds = content["pilot"]["seeds"] if pilot else content["seeds"]
     size = {**size, "held_out": content["pilot"]["held_out"] if pilot else 0}
@@ -116,6 +110,11 @@ def read(full: bool = False, pilot: bool = False, text: str | None = None) -> Pl
         if contrast.direction not in ("greater", "less", "equal"):
             raise ValueError(f"`direction` must be greater, less or equal, got {contrast.direction!r}")
     return plan
+
+
+def _contrast(name: str, entry: Mapping[str, Any]) -> Contrast:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    return Contrast(name, **fields)
 
 
 def _setting(entry: Mapping[str, Any], full: bool) -> dict[str, Any]:

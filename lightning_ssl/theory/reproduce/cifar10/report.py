@@ -29,7 +29,7 @@ def summary(
     plan: Plan, results: Mapping[tuple[str, int], Mapping[str, Any]], pilot: bool, full: bool, seconds: float
 ) -> dict[str, Any]:
     """Everything that tables and docs say, as plain numbers."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for contrast in plan.contrasts.values():
         values = paired_values(contrast, results, plan.seeds)
         if not values:
@@ -47,8 +47,7 @@ def summary(
             "published": None if contrast.published is None else list(contrast.published),
             "seeds": list(values),
         }
-        numbers = {k: [_short(v) for v in x] if isinstance(x, tuple) else x for k, x in outcome._asdict().items()}
-        rows.append(row | {k: _short(v) if isinstance(v, float) else v for k, v in numbers.items()})
+        rows.append(row | {key: _shortened(value) for key, value in outcome._asdict().items()})
     for row, q in zip(rows, false_discovery([row["p"] for row in rows]) if rows else [], strict=True):
         row["q"] = _short(q)
     spent = [row["seconds"] for row in results.values()]
@@ -165,6 +164,12 @@ def _spread(values: Sequence[float]) -> str:
 
 def _ends(path: Sequence[float] | None) -> str:
     return f"{path[0]:.3g} → {path[-1]:.3g}" if path else ""
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_short(v) for v in value]
+    return _short(value) if isinstance(value, float) else value
 
 
 def _short(value: float) -> float:
