@@ -363,7 +363,7 @@ def test_a_claim_is_exclusive_and_ends_with_the_process(tmp_path):
 
 
 def test_the_command_writes_table_forest_plot_and_figures(tiny, root, tmp_path, capsys):
-    assert main(["cifar10", "--root", str(root), "--out", str(tmp_path)]) == 0
+    assert main(["cifar10", "--root", str(root), "--out", str(tmp_path), "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert "6 of 6:" in out and "spent, about 0:00:00" in out
     folder = tmp_path / "cifar10-seed0"
@@ -381,7 +381,7 @@ def test_the_command_writes_table_forest_plot_and_figures(tiny, root, tmp_path, 
     text = (folder / "report.md").read_text()
     assert f"{row['mean']:+.2f}" in text and "+10.00" in text and "not confirmed" in text
     before = (folder / "runs" / "linear-0" / "result.json").stat().st_mtime_ns
-    assert main(["cifar10", "--root", str(root), "--out", str(tmp_path)]) == 0  # nothing is run twice
+    assert main(["cifar10", "--root", str(root), "--out", str(tmp_path), "--jobs", "1"]) == 0  # nothing is run twice
     assert (folder / "runs" / "linear-0" / "result.json").stat().st_mtime_ns == before
 
 
@@ -429,6 +429,24 @@ def test_the_published_size_takes_its_first_two_steps(name, root, tmp_path):
         short, name, 0, tmp_path, str(root), limits={"limit_train_batches": 2, "limit_val_batches": 1}
     )
     assert result["history"][-1]["step"] == 2 and np.isfinite(result["history"][-1]["train/loss"])
+
+
+@pytest.mark.slow
+def test_processes_side_by_side_share_the_jobs(root, tmp_path):
+    """The same numbers as from one process; helpers that are killed leave their jobs to the others."""
+    text = TINY.replace("epochs: 3", "epochs: 1")
+    small, todo = plan.read(text=text), [(name, seed) for seed in (0, 1) for name in ("linear", "other")]
+    helpers = cifar10._helpers(2, (text, False, False, todo, tmp_path / "two", str(root)))
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "two").glob("*/claim")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(helpers[0].pid, signal.SIGKILL)
+    helpers[1].join(240)
+    cifar10.work(small, todo, tmp_path / "one", str(root))
+    for job in todo:
+        first, second = (cifar10.finished(small, tmp_path / where, *job) for where in ("one", "two"))
+        assert first is not None and second is not None and first["linear"] == second["linear"]
+        assert first["history"] == second["history"]
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -51,7 +51,7 @@ EXPERIMENTS = {
     "cifar10": Experiment(
         "cifar10:cifar10",
         "DDN-v1 Tables 3-4, DDN-v2 2-3, DirectPred 3 and 8, Bound 1, RAFT 1: registered contrasts on CIFAR-10",
-        (45, 500_000),
+        (45, 1_200_000),
         CIFAR10,
     ),
     "overlay": Experiment(
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--root", help="folder with cifar-10-batches-py/, or with train/<class>/ and test/<class>/")
     group.add_argument("--setting", help="run this setting alone")
     group.add_argument("--contrast", help="run the settings of this contrast alone")
-    group.add_argument("--jobs", type=int, help="processes side by side; 1 by default")
+    group.add_argument("--jobs", type=int, help="processes side by side; by default one a core, with --full 1")
     group.add_argument(
         "--pilot",
         action="store_true",

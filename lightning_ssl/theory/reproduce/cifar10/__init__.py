@@ -27,7 +27,9 @@ def cifar10(run: Run) -> Report:
     names = _settings(plan, options.get("setting"), options.get("contrast"))
     todo = [(name, seed) for seed in plan.seeds for name in names]  # a whole seed first: pairs are complete early
     root, folder = str(options.get("root") or "data"), run.folder / "runs"
-    jobs = max(1, int(options.get("jobs") or 1))
+    jobs = int(options.get("jobs") or (1 if run.full else len(os.sched_getaffinity(0))))
+    if jobs < 1:
+        raise ValueError(f"`jobs` must be at least 1, got {jobs}")
     began = time.time()
     helpers = _helpers(jobs - 1, (plan.text, run.full, pilot, todo, folder, root))
     work(plan, todo, folder, root)
@@ -52,10 +54,18 @@ def work(plan: registered.Plan, todo: Sequence[Job], folder: Path, root: str) ->
     """Do the jobs that nobody has done or is doing, until all are done; several processes may work side by side."""
     import torch
 
+    threads = torch.get_num_threads()
+    if plan.size.get("accelerator", "cpu") == "cpu":
+        torch.set_num_threads(1)  # jobs side by side use the cores better, and sums keep their order
+    try:
+        _work(plan, todo, folder, root)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _work(plan: registered.Plan, todo: Sequence[Job], folder: Path, root: str) -> None:
     from lightning_ssl.theory.reproduce.cifar10.jobs import claimed, run_job
 
-    if plan.size.get("accelerator", "cpu") == "cpu":
-        torch.set_num_threads(1)
     parent, took = os.getppid(), []
     while left := [job for job in todo if finished(plan, folder, *job) is None]:
         idle = True

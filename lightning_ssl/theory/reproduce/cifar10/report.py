@@ -32,8 +32,8 @@ def summary(
     rows: list[dict[str, Any]] = []
     for contrast in plan.contrasts.values():
         values = paired_values(contrast, results, plan.seeds)
-        if not values:
-            continue
+        if len(values) < 2:
+            continue  # no interval
         outcome = judge(contrast, list(values.values()))
         row = {
             "name": contrast.name,
@@ -130,6 +130,16 @@ def write(kept: Mapping[str, Any]) -> Report:
     if kept["pilot"]:
         text = "Pilot: held-out training images and pilot seeds; not a result. " + text
     return Report("CIFAR-10: the papers' contrasts", [], [table, accuracies], lambda figure: draw(figure, kept), text)
+
+
+def record(row: Mapping[str, Any]) -> str:
+    """A contrast as a row of docs/reproduction.md: paper, claim, run, ours, published, verdict."""
+    paper, _, place = row["paper"].partition(" ")
+    unit = "" if row["against"] or row["metric"] == "uniformity" else " points"
+    ours = f"{row['mean']:+.2f}{unit} ({row['low']:+.2f} to {row['high']:+.2f}), p = {row['p']:.3f}"
+    published = "" if row["published"] is None else f"{row['published'][0] - row['published'][1]:+.2f}"
+    run = f"`cifar10`, {len(row['seeds'])} seeds"
+    return f"| {paper} | {place}: {row['claim']} | {run} | {ours} | {published} | {row['verdict']}, on CIFAR-10 |"
 
 
 def draw(figure: Any, kept: Mapping[str, Any]) -> None:
