@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -447,6 +448,23 @@ def test_processes_side_by_side_share_the_jobs(root, tmp_path):
         first, second = (cifar10.finished(small, tmp_path / where, *job) for where in ("one", "two"))
         assert first is not None and second is not None and first["linear"] == second["linear"]
         assert first["history"] == second["history"]
+
+
+def test_docs_hold_the_figures_of_the_results_file():
+    docs = Path(__file__).parents[2] / "docs"
+    kept = json.loads((docs / "cifar10_results.json").read_text())
+    page, table = (docs / "cifar10.md").read_text(), (docs / "reproduction.md").read_text()
+    assert kept["plan"] == plan.read().fingerprint and not kept["pilot"] and len(kept["code"]) == 1
+    made = report.write(kept)
+    assert made.text in page and all(part.markdown() in page for part in made.tables)
+    for row in kept["contrasts"]:
+        assert report.record(row) in table, row["name"]
+        again = stats.judge(plan.read().contrast(row["name"]), row["values"])
+        assert again.verdict == row["verdict"] and again.p == pytest.approx(row["p"], abs=1e-4)
+        assert (again.mean, again.low, again.high) == pytest.approx((row["mean"], row["low"], row["high"]), abs=2e-3)
+    assert kept["code"][0] in page and f"{kept['hours_of_one_core']:.2f} hours" in page
+    assert {row["name"] for row in kept["contrasts"]} == set(plan.read().contrasts)
+    assert Image.open(docs / "cifar10.png").size[0] > 500
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -160,6 +160,7 @@ def draw(figure: Any, kept: Mapping[str, Any]) -> None:
                 axis.plot(row["published"][0] - row["published"][1], place, "kD", fillstyle="none", markersize=5)
         names = [f"{row['name']} ({ {'greater': '>', 'less': '<', 'equal': '='}[row['direction']] } 0)" for row in part]
         axis.set_yticks(range(len(part)), reversed(names), fontsize=8)
+        axis.set_ylim(-0.7, max(1, len(part)) - 0.3)
         axis.axvline(0, color="k", linewidth=0.6)
         axis.set_xlabel(label)
     for verdict, colour in COLOURS.items():
