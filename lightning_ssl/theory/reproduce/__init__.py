@@ -25,6 +25,7 @@ class Experiment(NamedTuple):
 
 OVERLAY_OPTIONS = ("lr", "sgd_momentum", "momentum", "weight_decay", "predictor_weight_decay", "alpha_p", "sigma2")
 TREES, IMAGES = ("epochs", "loss"), ("epochs",)
+CIFAR10 = ("root", "setting", "contrast", "jobs", "pilot")
 
 EXPERIMENTS = {
     "table6": Experiment("trees:table6", "DDN-v2 Table 6: HLTM correlations, 90 cells", (9, 9), TREES),
@@ -46,6 +47,12 @@ EXPERIMENTS = {
     ),
     "raft-figures": Experiment(
         "images:raft_figures", "RAFT Figs 1 and 4: predictors and beta over training, on digits", (8, 25), IMAGES
+    ),
+    "cifar10": Experiment(
+        "cifar10:cifar10",
+        "DDN-v1 Tables 3-4, DDN-v2 2-3, DirectPred 3 and 8, Bound 1, RAFT 1: registered contrasts on CIFAR-10",
+        (45, 1_200_000),
+        CIFAR10,
     ),
     "overlay": Experiment(
         "overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.3, 0.3), ("run", *OVERLAY_OPTIONS)
@@ -101,6 +108,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     group.add_argument("--run", metavar="LOGDIR")
     for name in OVERLAY_OPTIONS:
         group.add_argument(f"--{name}", type=float)
+    group = parser.add_argument_group("cifar10", "contrasts, settings and seeds are those of cifar10_contrasts.yaml")
+    group.add_argument("--root", help="folder with cifar-10-batches-py/, or with train/<class>/ and test/<class>/")
+    group.add_argument("--setting", help="run this setting alone")
+    group.add_argument("--contrast", help="run the settings of this contrast alone")
+    group.add_argument("--jobs", type=int, help="processes side by side; by default one a core, with --full 1")
+    group.add_argument(
+        "--pilot",
+        action="store_true",
+        default=None,
+        help="seeds and held-out images for choosing settings",
+    )
     args = parser.parse_args(argv)
     if args.list:
         width = max(map(len, EXPERIMENTS))
@@ -113,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.name in EXPERIMENTS:
         minutes = EXPERIMENTS[args.name].minutes[args.full]
         print(f"{args.name}: about {minutes:g} min on 2 cores; results in {args.out}", flush=True)
-    names = ("run", "epochs", "loss", *OVERLAY_OPTIONS)
+    names = ("run", "epochs", "loss", *OVERLAY_OPTIONS, *CIFAR10)
     options = {key: value for key in names if (value := getattr(args, key)) is not None}
     try:
         print(reproduce(args.name, args.full, args.out, args.seed, **options))

@@ -102,6 +102,7 @@ class Run:
         self.name, self.full, self.seed, self.options = name, full, seed, options
         size = "-full" if full else ""
         size += "".join(f"-{key}{options[key]}" for key in ("epochs", "loss") if key in options)
+        size += "-pilot" if options.get("pilot") else ""
         self.folder = Path(out) / f"{name}{size}-seed{seed}"  # a run of another size is another run
         self.folder.mkdir(parents=True, exist_ok=True)
         self.bar: tqdm | None = None
