@@ -16,6 +16,7 @@ from lightning_ssl.callbacks._engine.places import check_path
 from lightning_ssl.callbacks._engine.ranks import ranks_of
 from lightning_ssl.callbacks._engine.record import silence
 from lightning_ssl.callbacks._engine.replay import WATCHABLE, Calls, Replay
+from lightning_ssl.callbacks.diagnostic import as_floats
 from lightning_ssl.callbacks.watcher import Watcher
 from lightning_ssl.distributed import exchange
 from lightning_ssl.functional import pair_weight
@@ -147,6 +148,10 @@ class CovarianceOperatorNorm(Watcher):
         self.weight, self.tau, self.margin, self.seed = weight, tau, margin, seed
         self._output = Spec(output, "output", layout)
 
+    def begin_run(self) -> None:
+        super().begin_run()
+        self._between: int | None = None  # what lies between encoder and output, once a replay has confirmed it
+
     @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}{dict(encoder=self.encoder, output=self.output, name=self.name)}"
@@ -176,12 +181,13 @@ class CovarianceOperatorNorm(Watcher):
         """Collective: every rank gets all samples and computes the same: a norm is not a mean over ranks."""
         watched, device, ranks = observatory(trainer), pl_module.device, ranks_of(trainer)
         spec, problem = self._specs["train"], None
+        between, self._between = self._between, None
         try:
-            calls = Calls.of(watched, spec, self._output, pl_module)
+            calls = Calls.of(watched, spec, self._output, between)
         except Exception as error:
             calls, problem = None, error
-        evidence = None if calls is None else calls.evidence(watched.batch, spec.declared)
         if (spec, "train") not in watched.settled:
+            evidence = None if calls is None else calls.evidence(watched.batch, spec.declared)
             told = exchange(evidence, device, problem) if ranks > 1 else _alone(evidence, problem)
             reading = settle([Evidence(*found) for found in told if found is not None], spec.declared)
             if reading is None:
@@ -204,7 +210,8 @@ class CovarianceOperatorNorm(Watcher):
         with silence(), replay.as_in_the_step() as random:
             if random:
                 self.tell(f"{', '.join(random)} draw at random in training and are off here")
-            table = replay.table[: self.samples].to(device)
+            off = None if random else replay.deviation()
+            table = replay.table[: self.samples].to(device, non_blocking=True)
             norms = covariance_operator_norms(
                 replay.network,
                 list(table.unbind(dim=1)),
@@ -224,7 +231,12 @@ class CovarianceOperatorNorm(Watcher):
             values[self.key("cov_op_intra_trace", layer)] = norm.intra_trace
             values[self.key("cov_op_ratio", layer)] = norm.inter_norm / norm.intra_norm.clamp_min(1e-30)
             values[self.key("cov_op_error", layer)] = norm.relative_error
-        return values
+        # Whether it was the step's network is known with the values: nothing waits for it alone.
+        floats = as_floats(values if off is None else {**values, "": off})
+        if off is not None:
+            replay.check(floats.pop(""))
+            self._between = None if calls is None else calls.between
+        return floats
 
 
 def _alone(value: Any, problem: Exception | None) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_ssl.callbacks._action import PredictorAction
+from lightning_ssl.callbacks._engine.action import PredictorAction
 from lightning_ssl.callbacks._engine.ranks import ranks_of
 from lightning_ssl.callbacks._engine.record import Recorder
 from lightning_ssl.callbacks.watcher import precise

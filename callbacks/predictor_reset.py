@@ -7,7 +7,7 @@ from typing import Any, Literal
 import lightning.pytorch as L
 from torch import nn
 
-from lightning_ssl.callbacks._action import PredictorAction
+from lightning_ssl.callbacks._engine.action import PredictorAction
 from lightning_ssl.nn.predictor_actions import linear_of, reset_parameters_
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as L
 from torch import nn
 
-from lightning_ssl.callbacks._action import PredictorAction
+from lightning_ssl.callbacks._engine.action import PredictorAction
 from lightning_ssl.nn.predictor_actions import linear_of, symmetrize_
 
 

@@ -247,9 +247,27 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Every rank's value, pickled whole; :func:`exchange` is for tensors."""
     values: list[Any] = [value] * world_size(group)
     if len(values) > 1:
+        group = host_group() if group is None else group
         _begin("gather_objects")
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+_host_groups: dict[Any, Any] = {}  # of the process group that all ranks are in, the one for the hosts
+
+
+def host_group() -> Any:
+    """Collective at its first call: all ranks' hosts, without their devices; None where all ranks' own group can.
+
+    Through a group of NCCL alone plain data would be copied to the device and back, and waited for three times.
+    """
+    everybody = dist.group.WORLD
+    if "cpu:" in dist.get_backend_config(everybody):
+        return None
+    if everybody not in _host_groups:
+        _host_groups.clear()
+        _host_groups[everybody] = dist.new_group(backend="gloo")
+    return _host_groups[everybody]
 
 
 class Together:

@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lightning_ssl import distributed
 from lightning_ssl.distributed import Board, RankError, Vote, deal, exchange
 from tests.ddp import run_ranks
 
@@ -44,6 +45,21 @@ def test_a_problem_is_raised_on_all_ranks_in_its_own_words():
     assert set(run_ranks(3, send, (1,))) == {"rank 1: bad batch on 1"}
     assert set(run_ranks(2, send, (0, 1))) == {"rank 0: bad batch on 0; rank 1: bad batch on 1"}
     assert run_ranks(1, send, (0,)) == ["bad batch on 0"]
+
+
+def send_beside(rank, world_size):
+    """Where the ranks' own group has no part for the host, as NCCL's has not, plain data goes by one that has."""
+    before = distributed.host_group()
+    distributed.dist.get_backend_config = lambda group=None: "cuda:nccl"
+    found = [exchange({"n": rank, "x": torch.full((2,), rank)})[1 - rank]["n"] for _ in range(2)]
+    group = distributed.host_group()
+    return before, found, group is distributed.host_group(), group is not None, distributed.dist.get_backend(group)
+
+
+def test_plain_data_stays_on_the_hosts():
+    for rank, (before, found, same, own, backend) in enumerate(run_ranks(2, send_beside)):
+        assert before is None and found == [1 - rank] * 2
+        assert same and own and backend == "gloo"
 
 
 def test_rows_are_dealt_as_a_sampler_deals_them():

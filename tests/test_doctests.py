@@ -12,12 +12,17 @@ import pytest
 import torch
 
 import lightning_ssl
+import lightning_ssl.callbacks
 
-MODULES = [
-    module.name
-    for module in pkgutil.walk_packages(lightning_ssl.__path__, "lightning_ssl.")
-    if not module.ispkg and not module.name.endswith("__main__")
-]
+PACKAGES = (lightning_ssl, lightning_ssl.callbacks)  # an editable install keeps the second elsewhere
+MODULES = sorted(
+    {
+        module.name
+        for package in PACKAGES
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        if not module.ispkg and not module.name.endswith("__main__")
+    }
+)
 SHOWN = ("lightning_ssl.functional.", "lightning_ssl.metrics.")
 TOOLS = ("checks", "connection", "descent", "estimate", "sketch", "_base")  # what those two are made of
 

@@ -157,7 +157,7 @@ class Network(nn.Module):
 def _taken(value: Any, rows: Tensor, of: int) -> Any:
     """The arguments of a call with `of` samples, of which only those at `rows` are kept."""
     if isinstance(value, Tensor):
-        return value[rows.to(value.device)] if value.ndim and len(value) == of else value
+        return value[rows.to(value.device, non_blocking=True)] if value.ndim and len(value) == of else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_taken(item, rows, of) for item in value))
     if isinstance(value, (list, tuple)):
@@ -212,14 +212,21 @@ class Calls(NamedTuple):
     between: int
 
     @classmethod
-    def of(cls, watched: Observatory, encoder: Spec, output: Spec, pl_module: nn.Module) -> Calls | None:
-        """What a step showed; None where the encoder was not called."""
+    def of(cls, watched: Observatory, encoder: Spec, output: Spec, between: int | None = None) -> Calls | None:
+        """What a step showed; None where the encoder was not called.
+
+        Args:
+            watched: What was recorded.
+            encoder: The place the samples enter.
+            output: The place whose output counts.
+            between: What an earlier step showed of what lies between them, and its replay confirmed.
+        """
         calls, head = (watched.places[spec.path].views() for spec in (encoder, output))
         calls = [call for call in calls if call.entered is not None and call.left is not None]
         if not calls:
             return None
         inside = f"{output.path}.".startswith(f"{encoder.path}.")
-        step = 0 if inside else find_between(calls, head)
+        step = 0 if inside else find_between(calls, head) if between is None else between
         if step is None:
             raise ValueError(
                 f"the training step does something between {encoder.path!r} and {output.path!r} that is not repeated "
@@ -267,11 +274,12 @@ class Calls(NamedTuple):
         return {
             "arguments": _taken(whole, rows + shift[call_of[rows]], sum(counts)),
             "views": ids.shape[1],
-            "recorded": left[at.to(left.device)],
-            "known": known,
+            "recorded": left[at.to(left.device, non_blocking=True)],
+            # As plain numbers: tensors would travel by the device, and be waited for there.
+            "known": known.tolist(),
             # A target's view is run with the statistics of the online network's own.
-            "call": torch.where(call_of[rows] < self.online, call_of[rows], 0),
-            "head_call": head_of[at],
+            "call": torch.where(call_of[rows] < self.online, call_of[rows], 0).tolist(),
+            "head_call": head_of[at].tolist(),
             "moments": [_plain(call.moments) for call in self.encoder[: self.online]],
             "head_moments": [_plain(call.moments) for call in self.head],
             "between": self.between,
@@ -321,21 +329,21 @@ class Replay:
         step = parts[0]["between"]
         self.network = Network(pl_module, encoder, output, step, tuple(arguments), sum(counts), context, read)
         self._recorded = torch.cat([part["recorded"] for part in parts])
-        self._known = torch.cat([part["known"].cpu() for part in parts])
+        self._known = [row for row, known in enumerate(known for part in parts for known in part["known"]) if known]
         self._constants = []
         places = [(encoder, "moments", "call"), (output, "head_moments", "head_call")]
         for path, moments, calls in places[: 1 if f"{output}.".startswith(f"{encoder}.") else 2]:
             groups = [group for part in parts for group in part[moments]]
             numbers = [number for part in parts for number in range(len(part[moments]))]
             before = [sum(len(part[moments]) for part in parts[:r]) for r in range(len(parts))]
-            group = torch.cat([part[calls].cpu() + at for part, at in zip(parts, before, strict=True)])
+            group = torch.cat([torch.tensor(part[calls]) + at for part, at in zip(parts, before, strict=True)])
             module = pl_module.get_submodule(path)
             synced = {name for name, part in module.named_modules() if isinstance(part, nn.SyncBatchNorm)}
             self._constants.append((module, stacked(groups, numbers, synced), group))
 
     @contextmanager
     def as_in_the_step(self) -> Iterator[list[str]]:
-        """Inside, the network is that of the step, or a ValueError says why not; yields layers that draw at random."""
+        """Inside, the network is that of the step, which `deviation` tells; yields layers that draw at random."""
         random = [
             f"{path}.{name}" if name else path
             for path in dict.fromkeys(self._paths)
@@ -345,21 +353,22 @@ class Replay:
             stack.enter_context(evaluation_mode(self._module))
             for module, statistics, group in self._constants:
                 stack.enter_context(held_constant(self.network, module, statistics, group))
-            if not random:
-                self._compare()
             yield random
 
-    def _compare(self) -> None:
-        """Refuse a network that does not give what the step gave."""
-        known = self._known.nonzero().flatten()
+    def deviation(self) -> Tensor:
+        """How far outputs are from what the step gave, as a share of the largest; read late, it makes nobody wait."""
+        known = torch.tensor(self._known, dtype=torch.long).to(self._recorded.device, non_blocking=True)
         with torch.no_grad():
-            outputs = torch.cat([self.network(some.to(self._recorded.device)) for some in known.split(64)])
-        recorded = self._recorded[known.to(self._recorded.device)].to(outputs.dtype)
-        half = self._recorded.dtype in (torch.float16, torch.bfloat16)
+            outputs = torch.cat([self.network(some) for some in known.split(64)])
+        recorded = self._recorded[known].to(outputs.dtype)
         if outputs.shape != recorded.shape:
             raise ValueError(f"run again it gives {tuple(outputs.shape)}, in the step it gave {tuple(recorded.shape)}")
         scale = recorded.abs().max().clamp_min(torch.finfo(recorded.dtype).tiny)
-        off = float((outputs - recorded).abs().max() / scale)
+        return (outputs - recorded).abs().max() / scale
+
+    def check(self, off: float) -> None:
+        """Refuse a network that does not give what the step gave."""
+        half = self._recorded.dtype in (torch.float16, torch.bfloat16)
         if not off <= (5e-2 if half else 1e-3):
             raise ValueError(
                 f"run again, {' and '.join(map(repr, dict.fromkeys(self._paths)))} give other outputs than in the step "
@@ -408,13 +417,13 @@ def held_constant(network: Network, part: nn.Module, statistics: Statistics, gro
     numbers: dict[str, int] = {}
     handles, buffers = [], []
     device = next((mean.device for calls in statistics.values() for mean, _ in calls), group.device)
-    group = group.to(device)
+    group = group.to(device, non_blocking=True)
 
     def constants(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
         calls = statistics[name]
         mean, variance = calls[min(numbers.get(name, 0), len(calls) - 1)]
         numbers[name] = numbers.get(name, 0) + 1
-        rows = group.to(mean.device)[network.asked.to(mean.device)]
+        rows = group.to(mean.device)[network.asked.to(mean.device, non_blocking=True)]
         rows = rows.repeat_interleave(len(x) // len(rows)) if len(x) != len(rows) else rows
         shape = len(x), -1, *[1] * (x.ndim - 2)
         return mean[rows].view(shape), variance[rows].view(shape)

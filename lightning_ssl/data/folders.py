@@ -44,7 +44,9 @@ class Folder(NamedTuple):
 
 
 def kind_of(root: str) -> str:
-    """The name of the torchvision dataset that lies in a folder, or "image_folder"."""
+    """The name of the torchvision dataset that lies in a folder, "hf" or "wds" by its beginning, or "image_folder"."""
+    if (begin := root.partition("/")[0]) in ("hf", "wds"):
+        return begin
     return next((name for mark, name in MARKS.items() if Path(root, mark).exists()), "image_folder")
 
 
@@ -69,10 +71,15 @@ def read_folder(root: str) -> Folder:
         return Folder(train, test, classes, held_out=False)
     if len(train) < 2:
         raise FileNotFoundError(f"it holds {len(train)} image(s); at least two are needed.")
-    count = max(1, min(len(train) // 5, 10_000))
-    order = permutation(len(train), _SPLIT_SEED).tolist()
-    rest, drawn = ([train[row] for row in sorted(rows)] for rows in (order[count:], order[:count]))
+    rest, drawn = ([train[row] for row in rows] for rows in held_out_rows(len(train)))
     return Folder(rest, drawn, classes, held_out=True)
+
+
+def held_out_rows(total: int) -> tuple[list[int], list[int]]:
+    """The rows to train on and those held out, a fifth and at most 10,000, by a draw that depends on `total` alone."""
+    count = max(1, min(total // 5, 10_000))
+    order = permutation(total, _SPLIT_SEED).tolist()
+    return sorted(order[count:]), sorted(order[:count])
 
 
 def _images(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
@@ -106,6 +113,11 @@ def side_of(root: str, otherwise: int) -> int:
                 sides.append(min(image.size))
         except (OSError, UnidentifiedImageError):
             continue  # it is judged when it is read
+    return suitable_side(sides, otherwise)
+
+
+def suitable_side(sides: list[int], otherwise: int) -> int:
+    """The side of views for images whose shorter sides are these."""
     if not sides:
         return otherwise
     median = sorted(sides)[len(sides) // 2]

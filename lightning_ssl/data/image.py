@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import Dataset
 
-from lightning_ssl.data import sources
+from lightning_ssl.data import hub, sources
 from lightning_ssl.data.augment import Augmentation, recipes_for
 from lightning_ssl.data.batch import RawBatch
 from lightning_ssl.data.digits import Nuisance
@@ -35,12 +35,16 @@ class ImageDataModule(ShardedDataModule):
 
     Args:
         dataset: "digits" (embedded in scikit-learn, needs no files), "cifar10", "cifar100", "stl10" (pretrains on train
-            and unlabeled, probes on train and test), "fashion_mnist", "imagenet", or "image_folder": any folder of
+            and unlabeled, probes on train and test), "fashion_mnist", "imagenet", "image_folder": any folder of
             images, with classes (``<class>/<image>``) or without, with ``train/`` and ``test/`` (or ``val/``) or
-            without, when a fifth is held out. Or any torch `Dataset` whose items are PIL images or bytes [C, H, W],
-            alone or followed by their class. By default what lies in `root`, or the digits if none is given.
+            without, when a fifth is held out; "hf", a dataset of Hugging Face (`pip install datasets`), or "wds",
+            WebDataset's tar files (`pip install webdataset`), likewise with or without classes and a test split. Or
+            any torch `Dataset` whose items are PIL images or bytes [C, H, W], alone or followed by their class. By
+            default what lies in `root`, or the digits if none is given.
         test_dataset: With a dataset of your own: a second one, for validation, test and the probes.
-        root: Folder of the dataset; "data" by default.
+        root: Folder of the dataset; "data" by default. ``hf/NAME`` is one of Hugging Face: a folder that `save_to_disk`
+            wrote or that holds parquet or arrow files, or a name on the hub. ``wds/FOLDER/train-{000..099}.tar`` is
+            WebDataset's tar files on disk; those with "test" or "val" for "train" are the test split.
         download: Let torchvision download what is missing.
         batch_size: Samples per process and step.
         probe_batch_size: Samples per process and step of the probe, test and predict loaders.
@@ -76,7 +80,9 @@ class ImageDataModule(ShardedDataModule):
 
     def __init__(
         self,
-        dataset: Literal["digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder"]
+        dataset: Literal[
+            "digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder", "hf", "wds"
+        ]
         | Dataset  # type: ignore[type-arg]
         | None = None,
         root: str | None = None,
@@ -134,8 +140,13 @@ class ImageDataModule(ShardedDataModule):
             )
 
         facts = FACTS["image_folder" if own else str(dataset)]
-        if dataset == "image_folder":
-            side = image_size or side_of(root, facts.image_size)
+        self._source: Source | None = None
+        if dataset in ("image_folder", *hub.KINDS):
+            if dataset in hub.KINDS and image_size is None:
+                self._source = hub.load(str(dataset), root)
+                side = hub.side_of(self._source, facts.image_size)
+            else:
+                side = image_size or side_of(root, facts.image_size)
             facts = replace(facts, image_size=side, augmentation=recipe_for(side))
         self.facts, self.root, self.download = facts, root, download
         self.dataset = type(dataset).__name__ if own else str(dataset)
@@ -156,13 +167,12 @@ class ImageDataModule(ShardedDataModule):
             seed=seed,
         )
         self.predict_splits: Literal["test", "all"] = "test"  # what `predict` embeds
-        self._source: Source | None = None
 
     @property
     def source(self) -> Source:
         """The dataset, loaded at first use."""
-        if self._source is None:
-            source = sources.load(self.dataset, self.root) if self._own is None else sources.wrap(*self._own)
+        if self._source is None or (self.in_memory and self.facts.files and self._source.train.pixels is None):
+            source = self._source or self._load()
             if self.in_memory and self.facts.files:
                 train, test = (
                     sources.into_memory(split, self.pipeline.size, self.on_corrupt)
@@ -171,6 +181,11 @@ class ImageDataModule(ShardedDataModule):
                 source = Source(train, train, test, source.classes)
             self._source = source
         return self._source
+
+    def _load(self) -> Source:
+        if self._own is not None:
+            return sources.wrap(*self._own)
+        return hub.load(self.dataset, self.root) if self.dataset in hub.KINDS else sources.load(self.dataset, self.root)
 
     @property
     def clean_image(self) -> bool:

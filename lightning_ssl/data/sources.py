@@ -61,6 +61,8 @@ FACTS: dict[str, Facts] = {
     "imagenet": Facts(
         224, *_IMAGENET_STATS, "simclr", "train/, val/ and meta.bin, or the original archives", False, files=True
     ),
+    "hf": Facts(224, *_IMAGENET_STATS, "simclr", "a dataset of Hugging Face", False, files=True),
+    "wds": Facts(224, *_IMAGENET_STATS, "simclr", "tar files of WebDataset", False, files=True),
     "image_folder": Facts(
         224,
         *_IMAGENET_STATS,
@@ -145,6 +147,7 @@ class Source:
     probe_train: Split
     test: Split
     classes: list[str]
+    held_out: bool = False  # whether the test split was drawn from the training one
 
 
 def load(name: str, root: str, download: bool = False) -> Source:
@@ -255,16 +258,28 @@ def decode(path: str) -> Tensor:
     try:
         with open(path, "rb") as file:
             data = file.read()
+    except OSError as error:
+        raise CorruptImageError(_undecoded(path, error)) from error
+    return decode_bytes(data, path)
+
+
+def decode_bytes(data: bytes, name: str) -> Tensor:
+    """Like `decode`, of an encoded image in memory; `name` is what messages call it."""
+    try:
         if _plain_jpeg(data):
             with contextlib.suppress(RuntimeError):
                 return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
         with Image.open(io.BytesIO(data)) as image:
             return _bytes(image)
     except Exception as error:  # Pillow's decoders raise anything, from SyntaxError to struct.error
-        raise CorruptImageError(
-            f"{path} cannot be decoded ({type(error).__name__}: {error}). Repair or remove the file, or set "
-            "on_corrupt='skip'."
-        ) from error
+        raise CorruptImageError(_undecoded(name, error)) from error
+
+
+def _undecoded(name: str, error: Exception) -> str:
+    return (
+        f"{name} cannot be decoded ({type(error).__name__}: {error}). Repair or remove the file, or set "
+        "on_corrupt='skip'."
+    )
 
 
 def _plain_jpeg(data: bytes) -> bool:

@@ -34,6 +34,7 @@ _CHECKS: dict[str, Check] = {
     "cost": cost.check,
 }
 CHECKS = tuple(_CHECKS)
+"""The names of the checks, in their order."""
 TRIAL_STEPS = 3
 
 

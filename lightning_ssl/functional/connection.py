@@ -185,6 +185,6 @@ class Tape:
         """
         self._rows, self._wanted = {}, wanted
         goals = [edge for name, edge in self._edges if name in wanted]
-        v = direction.to(self.output).expand_as(self.output)
+        v = direction.to(self.output, non_blocking=True).expand_as(self.output)
         torch.autograd.grad(self.output, goals, v, retain_graph=not last, allow_unused=True)
         return self._rows

@@ -202,7 +202,7 @@ def sketched_rows(
     """
     for some in zip(*(view.split(at_once) for view in views), strict=True):
         tapes = sketching_tapes(model, layers, some, basis)
-        directions = basis.directions.to(tapes[0].output)
+        directions = basis.directions.to(tapes[0].output, non_blocking=True)
         for a in [*range(basis.followed, basis.directions.shape[1]), *range(basis.followed)]:
             wanted = list(basis.sketches) if a < basis.followed else basis.head
             if not wanted:

@@ -150,6 +150,7 @@ class Descent:
         self._gradient: Tensor | None = None
         self._some: Tensor | None = None
         self.evaluations = 0.0  # in passes over all rows
+        self.left = 0.0  # about how far the objective has still to fall, where the steps were not enough
 
     def begin(self, weight: Tensor) -> None:
         """Go on from here, unless zero is better."""
@@ -182,6 +183,7 @@ class Descent:
         if self._value is None or self._gradient is None or some is not None:
             self._value, self._gradient = self._evaluate(self.weight, some)
         value, gradient = self._value, self._gradient
+        self.left = 0.0
         for _ in range(max_iter):
             norm, direction, slope = self._together.run(
                 lambda g=gradient: self._direction(g + penalty * self.weight, curvature, penalty)
@@ -202,6 +204,8 @@ class Descent:
                 break
             self._remember(step * direction, new_gradient - gradient)
             self.weight, value, gradient = weight, new_value, new_gradient
+        else:
+            self.left = norm**2 / 2
         if some is None:
             self._value, self._gradient = value, gradient
         else:

@@ -113,15 +113,16 @@ def balance_residual(V: Tensor, W: Tensor, alpha_p: float = 1.0) -> Tensor:
         raise ValueError(f"`V` must be [{len(W)}, e], the layer that feeds `W`, got shape {tuple(V.shape)}")
     if len(W) > SMALL:
         V, W = V.float(), W.float()
-    gram = V.T @ V if V.shape[1] < len(V) else V @ V.T  # the smaller one has the same norm
-    # The difference is symmetric: of the blocks off its diagonal half are enough.
-    squared = W.new_zeros(())
+    # Both are symmetric: of the blocks off the diagonal half are enough.
+    difference = size = W.new_zeros(())
     for first in range(0, len(W), SMALL):
         for second in range(first, len(W), SMALL):
             rows, columns = slice(first, first + SMALL), slice(second, second + SMALL)
-            block = V[rows] @ V[columns].T - W[:, rows].T @ W[:, columns] / alpha_p
-            squared = squared + block.square().sum() * (1 if first == second else 2)
-    return squared.sqrt() / gram.norm().clamp_min(torch.finfo(gram.dtype).tiny)
+            gram, times = V[rows] @ V[columns].T, 1 if first == second else 2
+            block = gram - W[:, rows].T @ W[:, columns] / alpha_p
+            difference = difference + times * block.square().sum()
+            size = size + times * gram.square().sum()
+    return difference.sqrt() / size.sqrt().clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def effective_predictor(inputs: Tensor, outputs: Tensor, bias: bool = False) -> Tensor:

@@ -7,6 +7,7 @@ over rows cross between ranks. So memory beyond the features is bounded, and eve
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -209,7 +210,7 @@ def fit_linear_probe(
         labels: integers in [0, num_classes), at least two different ones, ``[N]``; or zeros and ones ``[N, C]``.
         num_classes: the number of classes C.
         l2: :math:`\lambda`, positive.
-        max_iter: a limit on the steps; reached only in degenerate cases.
+        max_iter: a limit on the steps; where it is reached, a warning says so.
         tolerance: stop when the norm of the whitened gradient is at most that: half its square is about what the
             objective has still to fall.
         start: weights to begin with, of an earlier fit of similar features.
@@ -305,6 +306,12 @@ def fit_linear_path(
             trail = [*trail, (value, weight)]
             if i is not None:
                 fitted[i] = design.raw(weight)
+                if descent.left and together.rank == 0:
+                    warnings.warn(
+                        f"`max_iter={max_iter}` steps were not enough for l2={value:g}: the objective may still fall by "
+                        f"about {descent.left:.1e}; raise `max_iter` or `l2`",
+                        stacklevel=2,
+                    )
     return [fitted[i] for i in range(len(l2))]
 
 

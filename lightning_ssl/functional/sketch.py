@@ -139,22 +139,32 @@ def run_pilot(model: nn.Module, layers: Mapping[str, nn.Module], views: Sequence
 
     def probe_input(name: str, x: Tensor) -> Tensor:
         shape = principal_rows(layers[name], x), fan(layers[name])[0]
-        probes = torch.randn(shape, generator=generator(seed, name + ".in")).to(x).requires_grad_()
+        probes = torch.randn(shape, generator=generator(seed, name + ".in")).to(x, non_blocking=True).requires_grad_()
         with torch.enable_grad():
             y = layer_input(layers[name], x, probes)
-        return torch.autograd.grad(y, probes, y.detach())[0].double().cpu()
+        return torch.autograd.grad(y, probes, y.detach())[0].double()
 
     def probe_both(name: str, found: Tensor, g: Tensor) -> Tensor:
         g = layer_output(layers[name], g).movedim(2, 0).flatten(1)  # units x all else
-        probes = torch.randn(len(found), len(g), generator=generator(seed, name + ".out")).to(g)
-        return torch.cat([found, (probes @ g @ g.T).double().cpu()], 1)
+        probes = torch.randn(len(found), len(g), generator=generator(seed, name + ".out")).to(g, non_blocking=True)
+        return torch.cat([found, (probes @ g @ g.T).double()], 1)
 
     tape = Tape(model, layers, torch.cat(list(views)), probe_input, probe_both)
-    outputs = tape.output.detach().double().cpu()
+    outputs = tape.output.detach().double()
     directions = torch.randn(outputs.shape, generator=generator(seed, "pilot"), dtype=outputs.dtype)
     found = tape.play(directions, list(layers), last=True)
+    outputs, *rows = to_host([outputs, *found.values()])
+    found = dict(zip(found, rows, strict=True))
     ranges = {name: found[name].split(fan(layer), 1) for name, layer in layers.items() if name in found}
     return Pilot(outputs, ranges, [call for call in tape.calls if call[0] in ranges])
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Bring tensors of one type to the host in one copy."""
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
+    flat = torch.cat([x.flatten() for x in tensors]).cpu().split([x.numel() for x in tensors])
+    return [part.view(x.shape) for part, x in zip(flat, tensors, strict=True)]
 
 
 def make_basis(pilot: Pilot, layers: Mapping[str, nn.Module], directions: int, principal: int, seed: int) -> Basis:

@@ -250,6 +250,7 @@ class SimCLR(Method):
 
     def setup(self, stage: str) -> None:
         """Refuse before the first step what the DataModule cannot serve."""
+        super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
         if stage != "fit" or data is None:
             return

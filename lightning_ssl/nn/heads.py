@@ -47,6 +47,7 @@ def mlp(
 
 
 HeadInit = Literal["default", "normal", "lecun"]
+"""How a head's weights start: torch's way, from N(0, 0.01²), or by LeCun's rule."""
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from lightning_ssl.functional.roots import relative_root
 from lightning_ssl.nn.partitioned import PartitionedLinear
 
 PredictorInit = Literal["default", "xavier", "identity", "uniform", "positive"]
+"""How a predictor's weights start, anew or for the first time; see `reset_parameters_`."""
 
 
 def linear_of(predictor: nn.Module, action: str) -> nn.Linear:

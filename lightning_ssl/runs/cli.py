@@ -124,7 +124,7 @@ def configs_beneath(args: list[str]) -> list[str]:
             dataset = value
         elif flag in own_data.ROOT:
             root = value
-    dataset = own_data.beneath(root) if dataset == "image_folder" else dataset
+    dataset = own_data.beneath(root) if dataset in own_data.FOUND else dataset
     for folder in (dataset, "digits"):
         for file in sorted(shipped(folder).glob("*.yaml")):
             if file.stem.replace("_", "") == method:

@@ -23,7 +23,7 @@ COMMANDS = {
     "completion": "print a script that completes commands, flags and names in your shell",
 }
 METHODS = ("SimCLR", "BYOL", "SimSiam", "DirectPred", "BarlowTwins", "RAFT", "BYOLPrime")
-DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder")
+DATASETS = ("digits", "cifar10", "cifar100", "stl10", "fashion_mnist", "imagenet", "image_folder", "hf", "wds")
 TRAINED = ("fit", "validate", "test", "predict")
 
 TOP = """\

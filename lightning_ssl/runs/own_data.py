@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 BATCH = 64
 STEPS = 2000  # of a run on a CPU, about
@@ -12,6 +13,7 @@ LONGEST = 100  # epochs
 
 DATASET = ("--data.dataset", "--data.init_args.dataset")
 ROOT = ("--data.root", "--data.init_args.root")
+FOUND = ("image_folder", "hf", "wds")  # data whose size and number are looked at
 
 
 def chosen(flags: list[tuple[str, str]], configs: list[Any]) -> list[str]:
@@ -26,32 +28,32 @@ def chosen(flags: list[tuple[str, str]], configs: list[Any]) -> list[str]:
         return []
     if any(_names_data(config) for config in configs):
         return []
-    from lightning_ssl.data.folders import kind_of, read_folder, recipe_for, side_of
+    from lightning_ssl.data.folders import kind_of, recipe_for
 
     kind = kind_of(root)
     added = [f"--data.dataset={kind}"]
-    if kind != "image_folder" or not Path(root).is_dir():
+    if kind not in FOUND or (kind == "image_folder" and not Path(root).is_dir()):
         return added
     try:
-        found = read_folder(root)
-    except FileNotFoundError:
+        found = _look(kind, root)
+    except (FileNotFoundError, ValueError):
         return added  # the DataModule says what is wrong, and what to do
     side = int(next((value for flag, value in flags if flag == "--data.image_size" and value.isdigit()), 0))
-    side = side or side_of(root, 224)
+    side = side or found.side
     words = [
-        f"{len(found.train) + len(found.test):,} images in {root!r}, "
-        + (f"of {len(found.classes)} classes" if len(found.classes) > 1 else "without classes: the probes are left out")
+        f"{found.train + found.test:,} images in {root!r}, "
+        + (f"of {found.classes} classes" if found.classes > 1 else "without classes: the probes are left out")
     ]
     if found.held_out:
-        words.append(f"{len(found.test):,} of them held out")
+        words.append(f"{found.test:,} of them held out")
     words.append(f"views of {side} x {side} by the recipe of {recipe_for(side)}")
     if not configs:
-        batch = min(BATCH, max(2, len(found.train) // 4))
+        batch = min(BATCH, max(2, found.train // 4))
         added.append(f"--data.batch_size={batch}")
         if not on_gpu():
-            epochs = max(1, min(LONGEST, STEPS * batch // len(found.train)))
+            epochs = max(1, min(LONGEST, STEPS * batch // found.train))
             added.append(f"--trainer.max_epochs={epochs}")
-            words.append(f"a small network, as there is no GPU, {epochs} epochs of {len(found.train) // batch} steps")
+            words.append(f"a small network, as there is no GPU, {epochs} epochs of {found.train // batch} steps")
         words.append("--data, --model.backbone and --trainer.max_epochs choose otherwise")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"lightning-ssl: {'; '.join(words)}", flush=True)
@@ -60,11 +62,38 @@ def chosen(flags: list[tuple[str, str]], configs: list[Any]) -> list[str]:
 
 def beneath(root: str) -> str:
     """The shipped configs that suit images of a folder: small networks on a CPU, a ResNet-18 on a GPU."""
-    from lightning_ssl.data.folders import side_of
+    from lightning_ssl.data.folders import kind_of
 
     if not on_gpu():
         return "digits"
-    return "cifar10" if side_of(root, 224) <= 40 else "stl10"
+    try:
+        side = _look(kind_of(root), root).side
+    except (FileNotFoundError, ValueError):
+        side = 224
+    return "cifar10" if side <= 40 else "stl10"
+
+
+class Found(NamedTuple):
+    """What is in somebody's data: how many images to train on and to test with, how many classes, the views' side."""
+
+    train: int
+    test: int
+    classes: int
+    held_out: bool
+    side: int
+
+
+@lru_cache(maxsize=1)
+def _look(kind: str, root: str) -> Found:
+    from lightning_ssl.data import hub
+    from lightning_ssl.data.folders import read_folder, side_of
+
+    if kind in hub.KINDS:
+        source = hub.load(kind, root)
+        sizes = len(source.train), len(source.test), len(source.classes)
+        return Found(*sizes, source.held_out, hub.side_of(source, 224))
+    folder = read_folder(root)
+    return Found(len(folder.train), len(folder.test), len(folder.classes), folder.held_out, side_of(root, 224))
 
 
 def on_gpu() -> bool:

@@ -1,6 +1,7 @@
 """The probes against scikit-learn."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -103,3 +104,14 @@ ROWS, LABELS = torch.eye(4), torch.tensor([0, 1, 0, 1])
 def test_bad_input(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_a_probe_that_ran_out_of_steps_says_so():
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 8, generator=dice, dtype=torch.float64)
+    labels = (x @ torch.randn(8, 3, generator=dice, dtype=torch.float64)).argmax(dim=1)
+    with pytest.warns(UserWarning, match=r"`max_iter=3` steps were not enough for l2=1e-08"):
+        fit_linear_probe(x, labels, 3, l2=1e-8, max_iter=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit_linear_probe(x, labels, 3, l2=1e-2)

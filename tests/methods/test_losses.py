@@ -112,6 +112,11 @@ def test_simclr_draws_negatives_of_other_samples_without_repeats(batch):
     assert all(sorted(row) == [j for j in range(12) if j % 6 != i % 6] for i, row in enumerate(every.tolist()))
 
 
+def test_both_views_of_a_sample_draw_their_own_few_negatives():
+    first, second = double(SimCLR, negatives=3)._choose_negatives(6, 0, 6).sort(dim=1).values.split(6)
+    assert (first != second).any(dim=1).sum() >= 4
+
+
 def test_simclr_with_few_negatives_uses_just_these(batch):
     model = double(SimCLR, negatives=3, tau=TAU)
     (z1, z2), *_ = outputs(model, batch)

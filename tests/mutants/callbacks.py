@@ -220,7 +220,7 @@ MUTANTS = [
         "tests/callbacks/test_engine.py -k thinned",
     ),
     Mutant(
-        "callbacks/_action.py",
+        "callbacks/_engine/action.py",
         "if trainer.global_step != self._global_step:",
         "if True:",
         "tests/callbacks/test_engine.py -k micro_batches",

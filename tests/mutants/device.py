@@ -44,4 +44,21 @@ MUTANTS = [
         "pass\n    if conv",
         "tests/test_device_options.py",
     ),
+    Mutant(
+        "lightning_ssl/functional/estimate.py", "for _ in range(24):", "for _ in range(3):", "tests/pretend -k leading"
+    ),
+    Mutant(
+        "lightning_ssl/functional/sketch.py",
+        "probes, y.detach())[0].double()",
+        "probes, y.detach())[0].double().cpu()",
+        "tests/pretend -k due_callback",
+    ),
+    Mutant("lightning_ssl/functional/predictor.py", "1 if first == second else 2", "1", f"{SPAN} -k balance"),
+    Mutant(
+        "callbacks/covariance_operator_norm.py",
+        "replay.check(floats.pop",
+        "(floats.pop",
+        "tests/callbacks/test_engine.py -k test_another_network_is_not_logged",
+    ),
+    Mutant("lightning_ssl/distributed.py", '"cpu:" in dist', '"" in dist', "tests/test_distributed.py -k hosts"),
 ]

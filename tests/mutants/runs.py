@@ -4,8 +4,18 @@ from tests.mutants import Mutant
 
 OWN = "tests/nn/test_own_backbones.py -m 'not slow'"
 FOLDERS = "tests/data/test_folders.py -m 'not slow'"
+HUB = "tests/data/test_hub.py -m 'not slow'"
 
 MUTANTS = [
+    Mutant("lightning_ssl/methods/simclr.py", "        super().setup(stage)\n", "", OWN),
+    Mutant("lightning_ssl/data/hub.py", "labels += [classes.get(key, -1)", "labels += [classes.get(key, 0)", HUB),
+    Mutant("lightning_ssl/data/hub.py", "            file.seek(member.offset)\n", "", HUB),
+    Mutant("lightning_ssl/data/hub.py", "self.dataset.select(rows)", "self.dataset", HUB),
+    Mutant("lightning_ssl/data/hub.py", '.replace("train", word)', "", HUB),
+    Mutant("lightning_ssl/data/hub.py", "and parts[key] is not train), None)", "and False), None)", HUB),
+    Mutant("lightning_ssl/data/hub.py", 'if on_corrupt == "error":', "if True:", HUB),
+    Mutant("lightning_ssl/data/hub.py", 'if "://" in url or url.startswith("pipe:"):', "if False:", HUB),
+    Mutant("lightning_ssl/data/folders.py", 'in ("hf", "wds"):', 'in ("hf",):', HUB),
     Mutant(
         "lightning_ssl/runs/peers.py",
         "elif time.monotonic() - since > group_timeout(trainer).total_seconds():",

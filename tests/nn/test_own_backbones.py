@@ -1,15 +1,20 @@
 """Networks that are not ours: by import path, from timm and torchvision, as objects."""
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torchvision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_ssl.data import HLTMDataModule
+from lightning_ssl import methods
+from lightning_ssl.data import HLTMDataModule, ImageDataModule
 from lightning_ssl.nn import MLPBackbone, build_backbone, num_features
 from lightning_ssl.nn.backbones import check_input
 from lightning_ssl.runs.cli import main
 from tests.test_cli import SHORT
+
+SLOW = pytest.mark.slow
 
 
 def small_vit(**options):
@@ -38,6 +43,17 @@ def test_the_features_are_counted_and_not_believed():
     assert num_features(backbone) == 5
     assert torch.equal(state, torch.random.get_rng_state())
     assert backbone.training and not backbone.dropout.training
+
+
+@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "resnet10t", "vit_tiny_patch16_224"])
+def test_timms_features_are_those_that_come_out(name):
+    timm = pytest.importorskip("timm")
+    made = build_backbone(timm.create_model(name))  # as people make them, with a classifier
+    with torch.no_grad():
+        features = made.eval()(torch.randn(2, 3, 224, 224))
+    assert features.shape == (2, num_features(made)) and features.std() > 0
+    if name.startswith("mobilenet"):  # a size that the attribute does not tell
+        assert made.num_features != num_features(made)
 
 
 def test_a_classifier_is_taken_off_and_a_head_of_ones_own_is_not():
@@ -71,6 +87,14 @@ def test_sizes_that_do_not_fit_are_named_with_those_that_do():
         check_input(vit, (3, 64, 64), 16)
     with pytest.raises(ValueError, match=r"samples of shape \[8\].*--model.backbone.in_features 8"):
         check_input(MLPBackbone(), HLTMDataModule(depth=3, draws=64, batch_size=16).input_shape, 128)
+
+
+@pytest.mark.parametrize("name", methods.__all__)
+def test_every_method_refuses_a_size_before_its_first_step(name):
+    method = getattr(methods, name)(backbone=small_vit())
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=1)
+    with pytest.raises(MisconfigurationException, match=r"\[3, 64, 64\].*that works: 32$"):
+        trainer.fit(method, datamodule=ImageDataModule(image_size=64, batch_size=4))
 
 
 @pytest.fixture
@@ -112,6 +136,10 @@ def test_a_network_in_a_file_of_ones_own_and_its_saved_config(own):
         (["--model.backbone", "their_net.Nets"], "has no attribute 'Nets'"),
         (["--model.backbone", "their_net.fixed"], "set --data.image_size to one that works: 64"),
         (["--data", "HLTMDataModule", "--model.backbone", "mlp"], "set --model.backbone.in_features 32"),
+        pytest.param(
+            ["--model.backbone", "vit_b_16"], "(Wrong image height! Expected 224 but got 32!); set", marks=SLOW
+        ),
+        pytest.param(["--model=SimCLR", "--model.backbone=vit_b_16"], "image_size to one that works: 224", marks=SLOW),
     ],
 )
 def test_failures_are_one_line(own, capsys, flags, words):

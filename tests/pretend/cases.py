@@ -90,6 +90,11 @@ def plain_steps(name: str, with_callbacks: bool = False, first_due: bool = False
     return [_stalls(step) for step in steps[1:]]
 
 
+def all_steps() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Stalls of each method's steps with all callbacks, none due, and of steps at which one callback is due."""
+    return {name: plain_steps(name, True) for name in METHODS}, {kind: due_steps(kind)[0] for kind in WATCHERS}
+
+
 def acting_steps(kind: str, **options: Any) -> list[str]:
     action = getattr(callbacks, kind)(**options)
     return [_stalls(step) for step in _fit(method("BYOL", predictor="linear"), [action], 4)[1:]]
@@ -216,6 +221,44 @@ def functionals() -> list[str]:
         pairs = zip(tree_leaves(one.compute()), tree_leaves(other.compute()), strict=True)
         if all(torch.allclose(a, b.cpu(), rtol=1e-4, atol=1e-5) for a, b in pairs):
             found.append(name)
+    return found
+
+
+def operator_there() -> dict[str, float]:
+    """How far the covariance operators' norms on the device are from the CPU's, the largest of any layer."""
+    device = _device()
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(288, 12)
+    )
+    views = [torch.randn(10, 3, 8, 8) for _ in range(2)]
+    here = functional.covariance_operator_norms(network, views, directions=6)
+    there = functional.covariance_operator_norms(
+        network.to(device.DEVICE), [view.to(device.DEVICE) for view in views], directions=6
+    )
+    off: dict[str, float] = {}
+    for layer, norms in here.items():
+        for name, one, other in zip(norms._fields, norms, there[layer], strict=True):
+            off[name] = max(off.get(name, 0.0), abs(float(other.cpu() / one) - 1))
+    return off
+
+
+def leading_pairs() -> list[tuple[float, float, float]]:
+    """For matrices of several spectra: how far u, v and u^T A v on the device are from those of a decomposition."""
+    from lightning_ssl.functional.estimate import leading_pair
+
+    device = _device()
+    found = []
+    for spectrum in ([3.0, 1.0, 0.5], [1.0, 0.9999, 0.5], [1e-12, 1e-15, 0.0], [1e200, 1e199, 1.0]):
+        u, v = (torch.linalg.qr(torch.randn(9, 3, dtype=torch.float64))[0] for _ in range(2))
+        matrix = u @ torch.tensor(spectrum, dtype=torch.float64).diag() @ v.T
+        left, right = (x.cpu() for x in leading_pair(matrix.to(device.DEVICE)))
+        found.append(
+            (
+                1 - abs(float(left @ u[:, 0])),
+                1 - abs(float(right @ v[:, 0])),
+                float(left @ matrix @ right) / spectrum[0] - 1,
+            )
+        )
     return found
 
 

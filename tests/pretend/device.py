@@ -8,6 +8,7 @@ their own (`tests.pretend.run`).
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -170,6 +171,9 @@ def _dispatch(func: Any, args: Any, kwargs: Any) -> Any:
         _note_copy(args[1], isinstance(args[0], DeviceTensor), bool((args[2:] or [False])[0]), name)
         func(*map(_inner, args), **kwargs)
         return args[0]
+    if func.namespace == "c10d":  # collectives write into what they are given, and no host waits for them
+        _, work = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        return args[0], work
     flat, spec = tree_flatten((args, kwargs))
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     on_device = any(isinstance(x, DeviceTensor) for x in tensors)
@@ -292,8 +296,8 @@ class PretendAccelerator(Accelerator):
     def get_device_stats(self, device: Any) -> dict[str, Any]:
         return {}
 
-    parse_devices = staticmethod(lambda devices: [0])
-    get_parallel_devices = staticmethod(lambda devices: [DEVICE])
+    parse_devices = staticmethod(lambda devices: list(range(devices)))
+    get_parallel_devices = staticmethod(lambda devices: [DEVICE] * len(devices))
     auto_device_count = staticmethod(lambda: 1)
     is_available = staticmethod(lambda: True)
     name = staticmethod(lambda: "pretend")
@@ -310,8 +314,13 @@ def trainer(**kwargs: Any) -> L.Trainer:
         limit_val_batches=0,
         default_root_dir=tempfile.mkdtemp(),  # not the working folder: callbacks write files
     )
-    strategy = SingleDeviceStrategy(device=DEVICE)
-    return L.Trainer(accelerator=PretendAccelerator(), devices=1, strategy=strategy, **{**settings, **kwargs})
+    strategy: Any = SingleDeviceStrategy(device=DEVICE)
+    if ranks := int(os.environ.get("PRETEND_RANKS", 0)):
+        from tests.pretend.ranks import strategy as of_ranks
+
+        strategy = of_ranks()
+    settings |= kwargs
+    return L.Trainer(accelerator=PretendAccelerator(), devices=ranks or 1, strategy=strategy, **settings)
 
 
 class Steps(L.Callback):

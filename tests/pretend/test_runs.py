@@ -48,3 +48,13 @@ def test_a_non_finite_loss_is_named_and_no_checkpoint_follows_it(what, name, on_
 def test_direct_pred_finds_its_root_without_an_eigensolver(on_device):
     apart, moved = on_device(cases.direct_root)
     assert apart < 1e-6 < 0.1 < moved
+
+
+def test_the_covariance_operator_is_the_same_there(on_device):
+    off = on_device(cases.operator_there)
+    assert len(off) == 6 and all(value < 1e-4 for value in off.values()), off
+
+
+def test_leading_singular_vectors_are_found_without_a_decomposition(on_device):
+    found = on_device(cases.leading_pairs)
+    assert len(found) == 4 and all(abs(value) < 1e-9 for case in found for value in case), found

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.pretend import cases
+from tests.pretend.ranks import on_ranks
 
 
 def lines(text):
@@ -26,20 +27,22 @@ def test_actions_wait_for_nothing(kind, on_device):
     assert set(on_device(cases.acting_steps, kind)) == {""}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in cases.WATCHERS if kind not in ("CovarianceOperatorNorm",)])
+@pytest.mark.parametrize("kind", cases.WATCHERS)
 def test_a_due_callback_waits_three_times_at_most(kind, on_device):
     found, keys = on_device(cases.due_steps, kind)
     assert keys
     assert all(1 <= lines(step) <= 3 for step in found), found
 
 
+@pytest.mark.slow
+def test_the_same_holds_on_two_ranks(tmp_path):
+    for quiet, due in on_ranks(tmp_path, cases.all_steps):
+        assert quiet == {name: [""] * 4 for name in cases.METHODS}
+        assert due.keys() == cases.WATCHERS.keys()
+        assert all(1 <= lines(step) <= 3 for steps in due.values() for step in steps), due
+
+
 def test_what_waits_for_a_progress_bar_is_lightnings(on_device):
     ours, theirs = on_device(cases.bar_steps)
     assert set(ours) == {""}
     assert all("_local_scalar_dense" in step for step in theirs)
-
-
-def test_the_covariance_operator_waits_a_few_dozen_times_at_most(on_device):
-    """It draws on the host and looks for principal filters there: two trips a layer, whatever the directions."""
-    found, keys = on_device(cases.due_steps, "CovarianceOperatorNorm")
-    assert keys == 35 and all(lines(step) <= 40 for step in found), found

@@ -58,6 +58,7 @@ EXPERIMENTS = {
         "overlay:overlay", "Theory over a run's (s_j, p_j): needs --run LOGDIR", (0.3, 0.3), ("run", *OVERLAY_OPTIONS)
     ),
 }
+"""The experiments by their names."""
 
 
 def reproduce(name: str, full: bool = False, out: str | Path = "reproduction", seed: int = 0, **options: Any) -> str:
