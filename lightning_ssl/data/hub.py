@@ -6,6 +6,7 @@ import glob
 import re
 import tarfile
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,12 +36,8 @@ def load(kind: str, root: str) -> Source:
             for "wds" a pattern of tar files, with braces or wildcards. Either may begin with its kind and a slash.
     """
     package, name = KINDS[kind], name_of(root, kind)
-    try:
-        __import__(package)
-    except ImportError:
-        raise ValueError(
-            f"root={root!r} needs the package {package}, which is not installed: pip install {package}"
-        ) from None
+    if find_spec(package) is None:
+        raise ValueError(f"root={root!r} needs the package {package}, which is not installed: pip install {package}")
     train, test, classes = _hugging_face(name) if kind == "hf" else _shards(name)
     alone = test is None
     if test is None:

@@ -250,10 +250,12 @@ class SimCLR(Method):
 
     def setup(self, stage: str) -> None:
         """Refuse before the first step what the DataModule cannot serve."""
-        super().setup(stage)
         data = getattr(self.trainer, "datamodule", None)
-        if stage != "fit" or data is None:
-            return
+        if stage == "fit" and data is not None:
+            self._check_data(data)
+        super().setup(stage)
+
+    def _check_data(self, data: Any) -> None:
         if self.clean_weights and getattr(data, "clean_image", True) is False:
             raise MisconfigurationException(
                 "the exact losses need clean images: set clean_image=True in the DataModule, or exact_weights="
