@@ -308,8 +308,8 @@ def fit_linear_path(
                 fitted[i] = design.raw(weight)
                 if descent.left and together.rank == 0:
                     warnings.warn(
-                        f"`max_iter={max_iter}` steps were not enough for l2={value:g}: the objective may still fall by "
-                        f"about {descent.left:.1e}; raise `max_iter` or `l2`",
+                        f"`max_iter={max_iter}` steps were not enough for l2={value:g}: the objective may still fall "
+                        f"by about {descent.left:.1e}; raise `max_iter` or `l2`",
                         stacklevel=2,
                     )
     return [fitted[i] for i in range(len(l2))]
