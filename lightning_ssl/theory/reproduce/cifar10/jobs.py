@@ -39,9 +39,15 @@ def build(model: Mapping[str, Any]) -> Method:
 @cache
 def code() -> str:
     """The version that runs: the commit of a checkout, or the release."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    here = str(Path(__file__).parent)
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return lightning_ssl.__version__
 
