@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 _ROOM = 2**18  # numbers treated together
 _SMALL = 64  # sides of views below which a call costs more than the work it saves
-_LARGE = 2**22  # bytes from which on memory is asked for in huge pages
+_LARGE = 2**22  # bytes from which on a view's memory is kept for another
+_KEEP = 4  # of them
+_KEPT: list[mmap.mmap] = []
 # Which of brightness, contrast and saturation comes at each of the three steps, in the order in which plans sort them.
 ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0))
 
@@ -59,14 +62,25 @@ def carry_out(
 
 
 def large(*shape: int) -> Tensor:
-    """An empty tensor, in huge pages where the system has them: to get small ones takes longer than to fill them."""
+    """An empty tensor, in memory of an earlier one that nobody holds any more, if it is large.
+
+    To get fresh pages from the system takes longer than to fill them; new memory is asked for in huge ones.
+    """
     size = 4 * math.prod(shape)
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.float32).view(shape)
+    idle = [memory for memory in _KEPT if sys.getrefcount(memory) <= 3]  # the list's, the loop's and the call's
+    fits = [memory for memory in idle if len(memory) == size]
+    if fits:
+        memory = fits[0]
+    else:
+        _KEPT[:] = [memory for memory in _KEPT if not any(memory is other for other in idle)]
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        if len(_KEPT) < _KEEP:
+            _KEPT.append(memory)
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)  # which holds the memory while anybody holds it
 
 
 def _chunks(ends: tuple[int, ...], batch: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -111,7 +125,7 @@ class Crop:
         ranges = torch.stack((plan.box[:2], plan.box[:2] + plan.box[2:4])).int().tolist()
         within = []  # of each image its place in the chunk, and where its window begins and how long it is either way
         for _, start, end in chunks:
-            low, high = ([[int(f(of[start:end])) for of in side] for side, f in zip(ranges, (min, max), strict=True)])
+            low, high = [[int(f(of[start:end])) for of in side] for side, f in zip(ranges, (min, max), strict=True)]
             self.windows[start] = slice(low[0], high[0]), slice(low[1], high[1])
             window = [low[0], high[0] - low[0], low[1], high[1] - low[1]]
             within += [[place, *window] for place in range(end - start)]
@@ -132,8 +146,8 @@ class Crop:
         if self.plan.box is None:
             return self.image.index_select(0, rows) / 255
         if not self.enlarges:
-            x = transforms.resized_crop(self.image, rows, *self.plan.box[:, start:end], size)
-            return x.transpose(0, 1)
+            top, left, height, width, flip = self.plan.box[:, start:end]
+            return transforms.resized_crop(self.image, rows, top, left, height, width, flip, size).transpose(0, 1)
         down, across = self.windows[start]
         one = int(rows[0])
         pixels = self.image.index_select(0, rows) if len(rows) > 1 else self.image[one : one + 1]

@@ -164,3 +164,32 @@ def test_bad_recipes():
     for bad in ({"flip": 1.5}, {"hue": 0.7}, {"brightness": -1}, {"crop_scale": (1.0, 0.2)}, {"crop_scale": (0.5, 2)}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Augmentation(**bad)
+
+
+def test_memory_is_used_again_only_when_nobody_holds_it(monkeypatch):
+    """A view, a slice of it and an array each hold it; a few are kept, of one size, the rest goes back."""
+    monkeypatch.setattr(cached, "_KEPT", [])
+    size = cached._LARGE // 4
+    first = cached.large(size).fill_(1)
+    part, array, place = first[5:6], first[7:8].numpy(), first.data_ptr()
+    del first
+    assert cached.large(size).data_ptr() != place
+    del part
+    others = [cached.large(size).fill_(2) for _ in range(6)]
+    assert array[0] == 1 and len({other.data_ptr() for other in others} | {place}) == 7
+    assert len(cached._KEPT) == cached._KEEP
+    del array, others
+    assert cached.large(size).data_ptr() == place
+    assert cached.large(2 * size).shape == (2 * size,) and [len(memory) for memory in cached._KEPT] == [8 * size]
+
+
+def test_large_views_are_ordinary_tensors():
+    recipe = Augmentation(blur=0.5)
+    image = torch.randint(0, 256, (64, 3, 96, 96), dtype=torch.uint8)
+    plan = plan_for(recipe, 64, 96)
+    view = carry_out(plan, recipe, image, 96, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    assert view.untyped_storage().nbytes() >= cached._LARGE
+    again = carry_out(plan, recipe, image, 96, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    assert torch.equal(view, again) and view.data_ptr() != again.data_ptr()
+    kept = view.clone()
+    assert torch.equal(view.share_memory_(), kept) and view.is_shared()  # as a worker hands it over
