@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import sys
+import os
+import threading
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +31,25 @@ _ROOM = 2**18  # numbers treated together
 _SMALL = 64  # sides of views below which a call costs more than the work it saves
 _LARGE = 2**22  # bytes from which on a view's memory is kept for another
 _KEEP = 4  # of them
-_KEPT: list[mmap.mmap] = []
+_LOCK = threading.Lock()  # between finding memory idle and lending it
+if hasattr(os, "register_at_fork"):  # a process forked meanwhile must find it open
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 # Which of brightness, contrast and saturation comes at each of the three steps, in the order in which plans sort them.
 ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0))
+
+
+class _Kept(NamedTuple):
+    """Memory, and the loan that lives as long as a tensor, a view, an array or a graph has a part of it."""
+
+    memory: mmap.mmap
+    loan: weakref.ref[memoryview]
+
+    @property
+    def idle(self) -> bool:
+        return self.loan() is None
+
+
+_KEPT: list[_Kept] = []
 
 
 def carry_out(
@@ -69,18 +87,19 @@ def large(*shape: int) -> Tensor:
     size = 4 * math.prod(shape)
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape)
-    idle = [memory for memory in _KEPT if sys.getrefcount(memory) <= 3]  # the list's, the loop's and the call's
-    fits = [memory for memory in idle if len(memory) == size]
-    if fits:
-        memory = fits[0]
-    else:
-        _KEPT[:] = [memory for memory in _KEPT if not any(memory is other for other in idle)]
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with _LOCK:
+        place = next((i for i, kept in enumerate(_KEPT) if kept.idle and len(kept.memory) == size), None)
+        if place is not None:
+            memory = _KEPT.pop(place).memory
+        else:
+            _KEPT[:] = [kept for kept in _KEPT if not kept.idle]
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        loan = memoryview(memory)  # the tensor's memory holds it, and nobody else does
         if len(_KEPT) < _KEEP:
-            _KEPT.append(memory)
-    return torch.frombuffer(memory, dtype=torch.float32).view(shape)  # which holds the memory while anybody holds it
+            _KEPT.append(_Kept(memory, weakref.ref(loan)))
+        return torch.frombuffer(loan, dtype=torch.float32).view(shape)
 
 
 def _chunks(ends: tuple[int, ...], batch: int, size: int) -> Iterator[tuple[int, int, int]]:

@@ -1,5 +1,10 @@
 """Recipes: their parameters are distributed as torchvision's, and a picture's bits do not depend on its batch."""
 
+import mmap
+import sys
+import threading
+import time
+
 import pytest
 import torch
 from scipy import stats
@@ -180,7 +185,81 @@ def test_memory_is_used_again_only_when_nobody_holds_it(monkeypatch):
     assert len(cached._KEPT) == cached._KEEP
     del array, others
     assert cached.large(size).data_ptr() == place
-    assert cached.large(2 * size).shape == (2 * size,) and [len(memory) for memory in cached._KEPT] == [8 * size]
+    assert cached.large(2 * size).shape == (2 * size,) and [len(kept.memory) for kept in cached._KEPT] == [8 * size]
+
+
+def saved_for_backward(view):
+    weight = torch.ones((), requires_grad=True)
+    return (weight * view.view(view.shape)).sum(), weight
+
+
+def held_by_a_thread(view):
+    """A thread that has a part of it, until it is told to say what is in it."""
+    asked, said = threading.Event(), []
+
+    def hold(part):
+        asked.wait()
+        said.append(part.unique().tolist())
+
+    thread = threading.Thread(target=hold, args=(view[3:9],))
+    thread.start()
+    del view
+
+    def ask():
+        asked.set()
+        thread.join()
+        return said[0]
+
+    return ask
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is kept on Linux alone")
+@pytest.mark.parametrize(
+    ("hold", "look"),
+    [
+        (lambda view: view[5:6], lambda part: part.tolist()),
+        (lambda view: view[5:6].numpy(), lambda part: part.tolist()),
+        (lambda view: memoryview(view.numpy()), lambda part: [part[0]]),
+        (saved_for_backward, lambda saved: [torch.autograd.grad(*saved)[0].item() / (cached._LARGE // 4)]),
+        (held_by_a_thread, lambda ask: ask()),
+    ],
+    ids=["slice", "array", "buffer", "saved for backward", "thread"],
+)
+def test_whoever_holds_memory_keeps_it(hold, look, monkeypatch):
+    monkeypatch.setattr(cached, "_KEPT", [])
+    size = cached._LARGE // 4
+    view = cached.large(size).fill_(1)
+    place, held = view.data_ptr(), hold(view)
+    del view
+    taken = [cached.large(size).fill_(2) for _ in range(3)]
+    assert place not in [other.data_ptr() for other in taken]
+    assert look(held) == [1]
+    del held
+    assert cached.large(size).data_ptr() == place
+
+
+def test_threads_never_share_memory(monkeypatch):
+    """Threads that take and let go at once, with a switch between any two steps, find their own numbers again."""
+    monkeypatch.setattr(cached, "_KEPT", [])
+    interval, wrong = sys.getswitchinterval(), []
+
+    def work(number):
+        for _ in range(200):
+            view = cached.large(cached._LARGE // 4)
+            view[::4096] = number
+            time.sleep(0)
+            wrong.extend(view[::4096][view[::4096] != number].tolist())
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
 
 
 def test_large_views_are_ordinary_tensors():
