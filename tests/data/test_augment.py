@@ -201,7 +201,7 @@ def held_by_a_thread(view):
         asked.wait()
         said.append(part.unique().tolist())
 
-    thread = threading.Thread(target=hold, args=(view[3:9],))
+    thread = threading.Thread(target=hold, args=(view[3:9],), daemon=True)
     thread.start()
     del view
 
