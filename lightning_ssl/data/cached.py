@@ -56,7 +56,7 @@ def carry_out(
     plan: Plan, recipe: Augmentation, image: Tensor, size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
     """Make one view of a batch, as :func:`lightning_ssl.data.augment.carry_out` says."""
-    ends = plan.ends if size >= _SMALL else plan.hue_ends
+    ends = plan.ends if size >= _SMALL else ()
     chunks = list(_chunks(ends, len(plan.rows), size))
     crop, jitter, blur = Crop(plan, image, size, chunks), Jitter(plan, recipe), Blur(plan, recipe, size)
     grayscale, solarize, rows = Marked(plan.grayscale), Marked(plan.solarize), plan.rows.tolist()
@@ -64,9 +64,10 @@ def carry_out(
     out = large(len(rows), 3, size, size)
     for order, start, end in chunks:
         x = crop(start, end)  # n x 3 x S x S
-        if order < len(ends):
-            before, others = divmod(order, len(ends) // 4)
-            x = jitter(x.transpose(0, 1), before, others if size >= _SMALL else None, start, end).transpose(0, 1)
+        if size < _SMALL:
+            jitter.mixed_(x.transpose(0, 1), start, end)
+        elif order < len(ends):
+            x = jitter(x.transpose(0, 1), order, start, end).transpose(0, 1)
         x = grayscale.change(x, start, end, lambda y, _: transforms.gray(y.transpose(0, 1))[:, None])
         x = blur.chosen.change(x, start, end, blur)
         x = solarize.change(x, start, end, lambda y, _: transforms.solarize_(y, recipe.solarize_threshold))
@@ -191,26 +192,36 @@ class Jitter:
         self.steps, self.most = plan.steps, plan.steps[:, 0].tolist()
         self.hue = recipe.hue > 0
         self.part, *roles = transforms.hue_roles(plan.hue)
-        self.roles = torch.stack(roles).permute(2, 1, 0).tolist()  # of each image and channel
+        self.roles = torch.stack(roles)  # which channel plays each of them, for each channel of each image
+        ends = (0, *plan.ends[5::6])
+        pairs = list(zip(ends, ends[1:], strict=False))
+        self.alike = [pairs[first : first + 6] for first in range(0, 24, 6)]  # whose hues turn before each step
+        self.jittered = plan.ends[-1]
 
-    def __call__(self, x: Tensor, before: int, others: int | None, start: int, end: int) -> Tensor:
-        """Change the colours of the images from `start` to `end`, [3, n, H, W]; in place if it can.
+    def mixed_(self, x: Tensor, start: int, end: int) -> None:
+        """Change the colours of the images from `start` to `end`, [3, n, H, W], each in its order, in place."""
+        end = min(end, self.jittered)
+        if start >= end:
+            return
+        x = x[:, : end - start]
+        for step in range(4):
+            for low, high in self.alike[step] if self.hue else ():
+                low, high = max(low, start), min(high, end)
+                if low < high:
+                    turned = x[:, low - start : high - start]
+                    turned.copy_(self._turn(turned, low, high))
+            if step < 3:
+                transforms.blend_(x, *self.steps[step, :, start:end])
 
-        Args:
-            x: The images.
-            before: Before which step their hues turn; 3 if after the last.
-            others: The number of their order of the other steps; None if each has its own.
-        """
+    def __call__(self, x: Tensor, order: int, start: int, end: int) -> Tensor:
+        """Change the colours of the images from `start` to `end`, [3, n, H, W], all in one order; in place if it can."""
+        before, others = divmod(order, 36)
         for step in range(4):
             if step == before and self.hue:
                 x = self._turn(x, start, end)
             if step == 3:
                 break
-            factors = self.steps[step, :, start:end]
-            if others is None:
-                transforms.blend_(x, *factors)
-                continue
-            pixel, luma, mean = factors[:, :, None, None]
+            pixel, luma, mean = self.steps[step, :, start:end, None, None]
             kind, grey = ORDERS[others % len(ORDERS)][step], None
             if kind == 1:
                 grey = mean * transforms.average_gray(transforms.gray(x))[:, None, None]
@@ -223,14 +234,10 @@ class Jitter:
                 x.clamp_(0, 1)
         return x
 
-    def _turn(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Turn the hues: of neighbours whose channels play the same roles together."""
-        out, start = torch.empty_like(x), first
-        for end in range(first + 1, last + 1):
-            if end == last or self.roles[end] != self.roles[start]:
-                chosen = slice(start - first, end - first)
-                _turn_hue(x[:, chosen], out[:, chosen], self.part[start:end, None, None], self.roles[start])
-                start = end
+    def _turn(self, x: Tensor, start: int, end: int) -> Tensor:
+        """Turn the hues; in all of these images the channels play the same roles."""
+        out = torch.empty_like(x)
+        _turn_hue(x, out, self.part[start:end, None, None], self.roles[:, :, start].T.tolist())
         return out
 
 
