@@ -14,7 +14,9 @@ MUTANTS = [
     Mutant("lightning_ssl/data/cached.py", "((0, 1, 2), (0, 2, 1),", "((0, 2, 1), (0, 1, 2),", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", "if count == 0:", "if count <= 1:", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", "[start:end]) > 1:", "[start:end]) > 9:", AUGMENT),
-    Mutant("lightning_ssl/data/cached.py", "sys.getrefcount(memory) <= 3", "sys.getrefcount(memory) <= 9", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "return self.loan() is None", "return True", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "    with _LOCK:", "    if True:", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "min(end, self.jittered)", "end", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", "if len(_KEPT) < _KEEP:", "if True:", AUGMENT),
     Mutant(
         "lightning_ssl/data/transforms.py", "(first + 2 - back) % 3", "(first + 2) % 3", "tests/data/test_transforms.py"
