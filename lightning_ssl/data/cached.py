@@ -8,6 +8,7 @@ table, each times its weight, is what `embedding_bag` is made for. Columns becom
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import os
@@ -194,7 +195,7 @@ class Jitter:
         self.part, *roles = transforms.hue_roles(plan.hue)
         self.roles = torch.stack(roles)  # which channel plays each of them, for each channel of each image
         ends = (0, *plan.ends[5::6])
-        pairs = list(zip(ends, ends[1:], strict=False))
+        pairs = list(itertools.pairwise(ends))
         self.alike = [pairs[first : first + 6] for first in range(0, 24, 6)]  # whose hues turn before each step
         self.jittered = plan.ends[-1]
 
@@ -214,7 +215,7 @@ class Jitter:
                 transforms.blend_(x, *self.steps[step, :, start:end])
 
     def __call__(self, x: Tensor, order: int, start: int, end: int) -> Tensor:
-        """Change the colours of the images from `start` to `end`, [3, n, H, W], all in one order; in place if it can."""
+        """Change the colours of the images from `start` to `end`, [3, n, H, W], all in one order; maybe in place."""
         before, others = divmod(order, 36)
         for step in range(4):
             if step == before and self.hue:
