@@ -23,6 +23,8 @@ from lightning_ssl.data.augment import (
 )
 from lightning_ssl.rng import uniforms
 
+on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is kept on Linux alone")
+
 
 def plan_for(recipe, count, side=32, view=0):
     sides = torch.full((count,), side)
@@ -170,6 +172,7 @@ def test_bad_recipes():
             Augmentation(**bad)
 
 
+@on_linux
 def test_memory_is_used_again_only_when_nobody_holds_it(monkeypatch):
     """A view, a slice of it and an array each hold it; a few are kept, of one size, the rest goes back."""
     monkeypatch.setattr(cached, "_KEPT", [])
@@ -212,7 +215,7 @@ def held_by_a_thread(view):
     return ask
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is kept on Linux alone")
+@on_linux
 @pytest.mark.parametrize(
     ("hold", "look"),
     [
@@ -237,6 +240,7 @@ def test_whoever_holds_memory_keeps_it(hold, look, monkeypatch):
     assert cached.large(size).data_ptr() == place
 
 
+@on_linux
 def test_threads_never_take_the_same_memory(monkeypatch):
     """Two that ask at once, for the one memory that is idle, while it takes a while to see that it is."""
     monkeypatch.setattr(cached, "_KEPT", [])
