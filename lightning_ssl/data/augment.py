@@ -157,8 +157,9 @@ class Plan(NamedTuple):
         box: Top, left, height, width and flip, [5, B]; None if the images are cropped and mirrored already.
         steps: Factors of the three steps of colour jitter other than hue (see `transforms.blend_`), [3, 3, B].
         hue: Turn of the hue, [B].
-        ends: Ends of the groups of one order, 24 numbers: six orders of the other steps for each place of the hue's
-            turn, before step 0, 1, 2 and after step 2. The rest keep their colours.
+        ends: Ends of the groups of one order, 144 numbers: for each place of the hue's turn, before step 0, 1, 2 and
+            after step 2, six ways in which the channels play their roles in it, and for each of them six orders of the
+            other steps. The rest keep their colours.
         grayscale: Positions, in treated order, of the images to turn grey; `blur` and `solarize` likewise.
         sigma: Standard deviations of the blurred ones.
     """
@@ -177,7 +178,7 @@ class Plan(NamedTuple):
     @property
     def hue_ends(self) -> tuple[int, ...]:
         """Ends of the groups whose hue turns before step 0, 1, 2 and after step 2."""
-        return self.ends[5::6]
+        return self.ends[35::36]
 
 
 def draw_boxes(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) -> Tensor:
@@ -239,10 +240,11 @@ def draw_plan(recipe: Augmentation, u: Tensor, height: Tensor, width: Tensor) ->
     hue = (factor[:, 3] * 2 - 1) * recipe.hue
 
     others = step_of[:, 0] * 2 + (step_of[:, 1] > step_of[:, 2]).long()  # the number of their order
-    group = torch.where(jitter[:, 0] < recipe.jitter, hue_when * 6 + others, 24)
-    # Within a group those whose channels play the same roles when the hue turns are neighbours.
-    rows = (group * 8 + (hue * 3).round() * 2 + (hue < 0)).argsort(stable=True)
-    ends = torch.bincount(group, minlength=25)[:24].cumsum(0).tolist()
+    thirds = (hue * 3).round()
+    roles = thirds.long() % 3 * 2 + (hue * 6 < thirds * 2)  # see `transforms.hue_roles`
+    group = torch.where(jitter[:, 0] < recipe.jitter, (hue_when * 6 + roles) * 6 + others, 144)
+    rows = group.argsort(stable=True)
+    ends = torch.bincount(group, minlength=145)[:144].cumsum(0).tolist()
     grayscale, blur, sigma, solarize = rest[rows].unbind(1)
     least, most = recipe.blur_sigma
     blurred = (blur < recipe.blur).nonzero()[:, 0]

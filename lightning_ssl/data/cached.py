@@ -1,17 +1,26 @@
 """The same views, bit for bit, on a CPU: a few images at a time, which stay in its cache, and nothing times zero.
 
 Images whose colours change in the same order are treated together. A filter's sums are over whole numbers, exact in
-float32 in any order, so that the part of its matrix that is not zero gives what all of it does.
+float32 in any order, so that the few weights of a pixel that are not zero give what a matrix does: to add up rows of a
+table, each times its weight, is what `embedding_bag` is made for. Columns become rows by a transposition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import contextlib
+import itertools
+import math
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag
 
 from lightning_ssl.data import transforms
 from lightning_ssl.data.transforms import PIXEL, STEPS, WEIGHT
@@ -19,65 +28,80 @@ from lightning_ssl.data.transforms import PIXEL, STEPS, WEIGHT
 if TYPE_CHECKING:
     from lightning_ssl.data.augment import Augmentation, Plan
 
-_BAND = 32  # columns of a filter's matrix that are multiplied together
 _ROOM = 2**18  # numbers treated together
-_SMALL = 64  # sides of views below which most is done to all at once
-_ALONE = 128  # sides from which on they are cut out one by one
+_SMALL = 64  # sides of views below which a call costs more than the work it saves
+_LARGE = 2**22  # bytes from which on a view's memory is kept for another
+_KEEP = 4  # of them
+_LOCK = threading.Lock()  # between finding memory idle and lending it
+if hasattr(os, "register_at_fork"):  # a process forked meanwhile must find it open
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 # Which of brightness, contrast and saturation comes at each of the three steps, in the order in which plans sort them.
 ORDERS = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0))
+
+
+class _Kept(NamedTuple):
+    """Memory, and the loan that lives as long as a tensor, a view, an array or a graph has a part of it."""
+
+    memory: mmap.mmap
+    loan: weakref.ref[memoryview]
+
+    @property
+    def idle(self) -> bool:
+        return self.loan() is None
+
+
+_KEPT: list[_Kept] = []
 
 
 def carry_out(
     plan: Plan, recipe: Augmentation, image: Tensor, size: int, mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Tensor:
     """Make one view of a batch, as :func:`lightning_ssl.data.augment.carry_out` says."""
-    crop = Crop(plan, image, size)
-    hue = Hue(plan.hue) if recipe.hue > 0 else None
-    if size < _SMALL:
-        return _small(plan, recipe, crop(0, len(plan.rows)), hue, mean, std)
-    rows = plan.rows.tolist()
-    grayscale, solarize = set(plan.grayscale.tolist()), set(plan.solarize.tolist())
-    weights = transforms.blur_weights(plan.sigma, recipe.kernel_size(size)).tolist() if len(plan.blur) else []
-    blur = dict(zip(plan.blur.tolist(), weights, strict=True))
+    ends = plan.ends if size >= _SMALL else ()
+    chunks = list(_chunks(ends, len(plan.rows), size))
+    crop, jitter, blur = Crop(plan, image, size, chunks), Jitter(plan, recipe), Blur(plan, recipe, size)
+    grayscale, solarize, rows = Marked(plan.grayscale), Marked(plan.solarize), plan.rows.tolist()
     means, stds = (torch.tensor(values)[:, None, None] for values in (mean, std))
-    out = torch.empty(len(rows), 3, size, size)
-    for order, start, end in _chunks(plan.ends, len(rows), size):
-        x = crop(start, end)
-        if order < len(plan.ends):
-            x = _jitter(x, order, plan.steps[:, :, start:end], hue, start)
-        for place in range(start, end):
-            one = x[:, place - start]
-            if place in grayscale:
-                one = transforms.gray(one)[None]
-            if place in blur:
-                one = _blur(one, blur[place])
-            if place in solarize:
-                transforms.solarize_(one, recipe.solarize_threshold)
-            torch.div(one - means if len(one) == 1 else one.sub_(means), stds, out=out[rows[place]])
+    out = large(len(rows), 3, size, size)
+    for order, start, end in chunks:
+        x = crop(start, end)  # n x 3 x S x S
+        if size < _SMALL:
+            jitter.mixed_(x.transpose(0, 1), start, end)
+        elif order < len(ends):
+            x = jitter(x.transpose(0, 1), order, start, end).transpose(0, 1)
+        x = grayscale.change(x, start, end, lambda y, _: transforms.gray(y.transpose(0, 1))[:, None])
+        x = blur.chosen.change(x, start, end, blur)
+        x = solarize.change(x, start, end, lambda y, _: transforms.solarize_(y, recipe.solarize_threshold))
+        x = x.sub_(means) if x.shape[1] == 3 else x - means
+        if size < _SMALL:
+            out.index_copy_(0, plan.rows[start:end], x.div_(stds))
+        else:
+            for one, row in zip(x.unbind(), rows[start:end], strict=True):
+                torch.div(one, stds, out=out[row])
     return out
 
 
-def _small(
-    plan: Plan, recipe: Augmentation, x: Tensor, hue: Hue | None, mean: tuple[float, ...], std: tuple[float, ...]
-) -> Tensor:
-    """The view of small images [3, B, H, W], cut out: what is the same for all is done to all of them at once."""
-    jittered, start = plan.ends[-1], 0
-    for step, end in enumerate(plan.hue_ends if jittered else ()):
-        if hue is not None:
-            hue.turn_(x, start, end)
-        if step < 3:
-            transforms.blend_(x[:, :jittered], *plan.steps[step, :, :jittered])
-        start = end
-    if len(plan.grayscale):
-        x.index_copy_(1, plan.grayscale, transforms.gray(x.index_select(1, plan.grayscale)).expand(3, -1, -1, -1))
-    if len(plan.blur):
-        chosen = x.index_select(1, plan.blur)
-        x.index_copy_(1, plan.blur, transforms.gaussian_blur(chosen, plan.sigma, recipe.kernel_size(x.shape[3])))
-    if len(plan.solarize):
-        chosen = x.index_select(1, plan.solarize)
-        x.index_copy_(1, plan.solarize, transforms.solarize_(chosen, recipe.solarize_threshold))
-    transforms.normalize_(x, mean, std)
-    return x.transpose(0, 1).contiguous().index_select(0, plan.places)
+def large(*shape: int) -> Tensor:
+    """An empty tensor, in memory of an earlier one that nobody holds any more, if it is large.
+
+    To get fresh pages from the system takes longer than to fill them; new memory is asked for in huge ones.
+    """
+    size = 4 * math.prod(shape)
+    if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape)
+    with _LOCK:
+        place = next((i for i, kept in enumerate(_KEPT) if kept.idle and len(kept.memory) == size), None)
+        if place is not None:
+            memory = _KEPT.pop(place).memory
+        else:
+            _KEPT[:] = [kept for kept in _KEPT if not kept.idle]
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        loan = memoryview(memory)  # the tensor's memory holds it, and nobody else does
+        if len(_KEPT) < _KEEP:
+            _KEPT.append(_Kept(memory, weakref.ref(loan)))
+        return torch.frombuffer(loan, dtype=torch.float32).view(shape)
 
 
 def _chunks(ends: tuple[int, ...], batch: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -89,148 +113,174 @@ def _chunks(ends: tuple[int, ...], batch: int, size: int) -> Iterator[tuple[int,
         start = end
 
 
-class Crop:
-    """Cuts, mirrors and resizes images in treated order, as `transforms.resized_crop` does."""
+class Marked:
+    """Some of the images in treated order."""
 
-    def __init__(self, plan: Plan, image: Tensor, size: int) -> None:
+    def __init__(self, positions: Tensor) -> None:
+        self.positions, self._list = positions, positions.tolist()
+
+    def change(self, x: Tensor, start: int, end: int, how: Callable[[Tensor, slice], Tensor]) -> Tensor:
+        """The images from `start` to `end`, [n, C, S, S], of which `how` has changed those that are marked."""
+        which = slice(bisect_left(self._list, start), bisect_left(self._list, end))
+        count = which.stop - which.start
+        if count == 0:
+            return x
+        if count == len(x):
+            return how(x, which)  # where one channel may stand for three
+        rows = self.positions[which] - start
+        return x.index_copy_(0, rows, how(x.index_select(0, rows), which).expand(-1, x.shape[1], -1, -1))
+
+
+class Crop:
+    """Cuts, mirrors and resizes images in treated order, as `transforms.resized_crop` does.
+
+    Of the images of a chunk no more is touched than the window that holds all their boxes.
+    """
+
+    def __init__(self, plan: Plan, image: Tensor, size: int, chunks: list[tuple[int, int, int]]) -> None:
         self.plan, self.image, self.size = plan, image, size
-        self.alone = plan.box is not None and size >= max(_ALONE, *image.shape[2:])
-        if plan.box is None or not self.alone:
+        self.enlarges = plan.box is not None and size >= max(image.shape[2:])
+        if plan.box is None or not self.enlarges:
             return
-        top, left, height, _, _ = plan.box
-        self.rows, self.boxes = plan.rows.tolist(), plan.box.T.long().tolist()
-        down, across = transforms.places(transforms.spans(plan.box, size), size).chunk(2)
-        down, across = down - top[:, None] * STEPS, across - left[:, None] * STEPS
-        upper = (down / STEPS).floor_()
-        self.weight = (down / STEPS - upper)[:, :, None]
-        # The line before and the line after; where there is no next line its weight is 0.
-        lower = torch.minimum(upper + 1, height[:, None] - 1)
-        self.lines = torch.cat((upper, lower), dim=1).long()
-        self.across = across
-        bands = [across[:, start : start + _BAND] for start in range(0, size, _BAND)]
-        self.spans = (
-            torch.stack(
-                [torch.stack(((b.amin(1) / STEPS).floor(), (b.amax(1) / STEPS).ceil() + 1)) for b in bands], dim=2
-            )
-            .long()
-            .permute(1, 2, 0)
-            .tolist()
-        )  # first and one after the last pixel that counts, of each image and band
+        self.windows: dict[int, tuple[slice, slice]] = {}
+        ranges = torch.stack((plan.box[:2], plan.box[:2] + plan.box[2:4])).int().tolist()
+        within = []  # of each image its place in the chunk, and where its window begins and how long it is either way
+        for _, start, end in chunks:
+            low, high = [[int(f(of[start:end])) for of in side] for side, f in zip(ranges, (min, max), strict=True)]
+            self.windows[start] = slice(low[0], high[0]), slice(low[1], high[1])
+            window = [low[0], high[0] - low[0], low[1], high[1] - low[1]]
+            within += [[place, *window] for place in range(end - start)]
+        place, top, height, left, width = torch.tensor(within, dtype=torch.int32).T
+        plane = place[:, None] * image.shape[1] + torch.arange(image.shape[1], dtype=torch.int32)
+        places = transforms.places(transforms.spans(plan.box, size), size)
+        before = (places / STEPS).floor_()
+        after = places - before * STEPS
+        line = torch.stack((before, before + (after > 0)), dim=-1).int()  # 2 N x S x 2
+        weight = torch.stack((STEPS - after, after), dim=-1)[:, None].expand(-1, image.shape[1], -1, -1).contiguous()
+        first = torch.cat((plane * height[:, None] - top[:, None], plane * width[:, None] - left[:, None]))
+        self.down, self.across = (line[:, None] + first[:, :, None, None]).chunk(2)  # N x C x S x 2
+        self.down_weight, self.across_weight = weight.chunk(2)
 
     def __call__(self, start: int, end: int) -> Tensor:
-        """Images in [0, 1], [3, n, size, size], which may be written to."""
-        rows = self.plan.rows[start:end]
+        """Images in [0, 1], [n, 3, size, size], which may be written to."""
+        rows, size = self.plan.rows[start:end], self.size
         if self.plan.box is None:
-            return transforms.to_planes(self.image, rows) / 255
-        if not self.alone:
+            return self.image.index_select(0, rows) / 255
+        if not self.enlarges:
             top, left, height, width, flip = self.plan.box[:, start:end]
-            return transforms.resized_crop(self.image, rows, top, left, height, width, flip, self.size)
-        out = torch.empty(3, end - start, self.size, self.size)
-        for place in range(start, end):
-            self._one(place, out[:, place - start])
-        return out
-
-    def _one(self, place: int, out: Tensor) -> None:
-        top, left, height, width, _ = self.boxes[place]
-        pixels = self.image[self.rows[place], :, top : top + height, left : left + width].to(torch.float32)
-        lines = pixels.reshape(-1, width)
-        matrix = transforms.enlarge(width, self.across[place])
-        wide = lines.new_empty(len(lines), self.size)
-        for band, (low, high) in enumerate(self.spans[place]):
-            columns = slice(band * _BAND, (band + 1) * _BAND)
-            torch.mm(lines[:, low : min(high, width)], matrix[low:high, columns], out=wide[:, columns])
-        upper, lower = wide.view(-1, height, self.size).index_select(1, self.lines[place]).chunk(2, dim=1)
-        out.copy_(torch.lerp(upper, lower, self.weight[place]).mul_(1 / (255 * STEPS)).expand_as(out))
+            return transforms.resized_crop(self.image, rows, top, left, height, width, flip, size).transpose(0, 1)
+        down, across = self.windows[start]
+        one = int(rows[0])
+        pixels = self.image.index_select(0, rows) if len(rows) > 1 else self.image[one : one + 1]
+        pixels = pixels[:, :, down, across].transpose(2, 3).contiguous().to(torch.float32)  # n x C x w x h
+        x = _sums(pixels.flatten(0, 2), self.across[start:end], self.across_weight[start:end])
+        x = x.view(-1, size, pixels.shape[3]).transpose(1, 2).contiguous()
+        x = _sums(x.flatten(0, 1), self.down[start:end], self.down_weight[start:end])
+        x = x.mul_(1 / (255 * STEPS * STEPS)).view(*pixels.shape[:2], size, size)
+        return x if pixels.shape[1] == 3 else x.expand(-1, 3, -1, -1).contiguous()
 
 
-class Hue:
-    """Turns the hues of images in treated order, as `transforms.turn_hue_` does."""
-
-    def __init__(self, shift: Tensor) -> None:
-        self.part, *roles = transforms.hue_roles(shift)
-        self.roles = torch.stack(roles).permute(2, 1, 0)  # of each image and channel
-        self.kind = roles[0][0] * 3 + roles[1][0]  # the same number where they are the same
-
-    def __call__(self, x: Tensor, first: int) -> Tensor:
-        """The images from `first` on, [3, n, H, W]: neighbours whose channels play the same roles together."""
-        out, start = torch.empty_like(x), 0
-        kinds = self.kind[first : first + x.shape[1]].tolist()
-        for end in range(1, len(kinds) + 1):
-            if end == len(kinds) or kinds[end] != kinds[start]:
-                part = self.part[first + start : first + end]
-                self._turn(x[:, start:end], out[:, start:end], part, self.roles[first + start].tolist())
-                start = end
-        return out
-
-    def turn_(self, x: Tensor, start: int, end: int) -> None:
-        """Turn the images from `start` to `end` of all [3, B, H, W] in place, whoever plays the same roles together."""
-        kinds = self.kind[start:end]
-        for kind in kinds.unique():
-            rows = (kinds == kind).nonzero()[:, 0] + start
-            chosen = x.index_select(1, rows)
-            out = torch.empty_like(chosen)
-            self._turn(chosen, out, self.part[rows], self.roles[rows[0]].tolist())
-            x.index_copy_(1, rows, out)
-
-    def _turn(self, x: Tensor, out: Tensor, part: Tensor, roles: list[list[int]]) -> None:
-        planes = x.unbind(0)
-        high = torch.maximum(planes[0], planes[1])
-        torch.maximum(high, planes[2], out=high)
-        low = torch.minimum(planes[0], planes[1])
-        torch.minimum(low, planes[2], out=low)
-        rise = (high - low).mul_(part[:, None, None])
-        fall = high - rise
-        rise.add_(low)
-        most = torch.empty_like(high)
-        for result, (source, other, goal) in zip(out.unbind(0), roles, strict=True):
-            start, moves, to = planes[source], planes[other], planes[goal]
-            torch.minimum(moves, fall, out=result)
-            torch.maximum(moves, rise, out=most)
-            torch.clamp(to, result, most, out=result)
-            torch.clamp(result.sub_(moves).add_(start), low, high, out=result)
+def _sums(table: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    """Sums of rows of a table [R, L]: those named in the last dimension of `rows`, each times its weight."""
+    taps = rows.shape[-1]
+    return embedding_bag(rows.view(-1, taps), table, per_sample_weights=weight.view(-1, taps), mode="sum")
 
 
-def _jitter(x: Tensor, order: int, steps: Tensor, hue: Hue | None, first: int) -> Tensor:
-    """Change the colours of images [3, n, H, W], of which `first` is the first, in one order; in place if it can."""
-    before, others = divmod(order, len(ORDERS))
-    for step in range(4):
-        if step == before and hue is not None:
-            x = hue(x, first)
-        if step == 3:
-            break
-        pixel, luma, mean = steps[step, :, :, None, None]
-        kind = ORDERS[others][step]
-        if kind == 0:
+class Jitter:
+    """Changes the colours of images in treated order, as `transforms.blend_` and `transforms.turn_hue_` do."""
+
+    def __init__(self, plan: Plan, recipe: Augmentation) -> None:
+        self.steps, self.most = plan.steps, plan.steps[:, 0].tolist()
+        self.hue = recipe.hue > 0
+        self.part, *roles = transforms.hue_roles(plan.hue)
+        self.roles = torch.stack(roles)  # which channel plays each of them, for each channel of each image
+        ends = (0, *plan.ends[5::6])
+        pairs = list(itertools.pairwise(ends))
+        self.alike = [pairs[first : first + 6] for first in range(0, 24, 6)]  # whose hues turn before each step
+        self.jittered = plan.ends[-1]
+
+    def mixed_(self, x: Tensor, start: int, end: int) -> None:
+        """Change the colours of the images from `start` to `end`, [3, n, H, W], each in its order, in place."""
+        end = min(end, self.jittered)
+        if start >= end:
+            return
+        x = x[:, : end - start]
+        for step in range(4):
+            for low, high in self.alike[step] if self.hue else ():
+                low, high = max(low, start), min(high, end)
+                if low < high:
+                    turned = x[:, low - start : high - start]
+                    turned.copy_(self._turn(turned, low, high))
+            if step < 3:
+                transforms.blend_(x, *self.steps[step, :, start:end])
+
+    def __call__(self, x: Tensor, order: int, start: int, end: int) -> Tensor:
+        """Change the colours of the images from `start` to `end`, [3, n, H, W], all in one order; maybe in place."""
+        before, others = divmod(order, 36)
+        for step in range(4):
+            if step == before and self.hue:
+                x = self._turn(x, start, end)
+            if step == 3:
+                break
+            pixel, luma, mean = self.steps[step, :, start:end, None, None]
+            kind, grey = ORDERS[others % len(ORDERS)][step], None
+            if kind == 1:
+                grey = mean * transforms.average_gray(transforms.gray(x))[:, None, None]
+            elif kind == 2:
+                grey = transforms.gray(x).mul_(luma)
             x.mul_(pixel)
-        elif kind == 1:
-            grey = mean * transforms.average_gray(transforms.gray(x))[:, None, None]
-            x.mul_(pixel).add_(grey)
-        else:
-            grey = transforms.gray(x).mul_(luma)
-            x.mul_(pixel).add_(grey)
-        if pixel.max() > 1:  # else nothing leaves [0, 1]
-            x.clamp_(0, 1)
-    return x
+            if grey is not None:
+                x.add_(grey)
+            if max(self.most[step][start:end]) > 1:  # else nothing leaves [0, 1]
+                x.clamp_(0, 1)
+        return x
+
+    def _turn(self, x: Tensor, start: int, end: int) -> Tensor:
+        """Turn the hues; in all of these images the channels play the same roles."""
+        out = torch.empty_like(x)
+        _turn_hue(x, out, self.part[start:end, None, None], self.roles[:, :, start].T.tolist())
+        return out
 
 
-def _blur(x: Tensor, weight: list[float]) -> Tensor:
-    """Blur one image [C, H, W]; `weight` is a line of `transforms.blur_weights`."""
-    middle = len(weight) // 2
-    radius = max(r for r in range(middle + 1) if weight[middle + r] or r == 0)
-    _, height, width = x.shape
-    y = pad(x.mul(PIXEL).round_(), (radius, radius, 0, 0), mode="reflect") if radius else x.mul(PIXEL).round_()
-    y = _taps(y, weight, radius, 1)[:, :, :width].mul_(1 / WEIGHT).round_()
-    y = pad(y, (0, 0, radius, radius), mode="reflect") if radius else y
-    return _taps(y, weight, radius, width)[:, :height].mul_(1 / (PIXEL * WEIGHT))
+def _turn_hue(x: Tensor, out: Tensor, part: Tensor, roles: list[list[int]]) -> None:
+    planes = x.unbind()
+    high = torch.maximum(planes[0], planes[1])
+    torch.maximum(high, planes[2], out=high)
+    low = torch.minimum(planes[0], planes[1])
+    torch.minimum(low, planes[2], out=low)
+    rise = (high - low).mul_(part)
+    fall = high - rise
+    rise.add_(low)
+    most = torch.empty_like(high)
+    for result, (source, other, goal) in zip(out.unbind(), roles, strict=True):
+        start, moves, to = planes[source], planes[other], planes[goal]
+        torch.minimum(moves, fall, out=result)
+        torch.maximum(moves, rise, out=most)
+        torch.clamp(to, result, most, out=result)
+        torch.clamp(result.sub_(moves).add_(start), low, high, out=result)
 
 
-def _taps(x: Tensor, weight: list[float], radius: int, stride: int) -> Tensor:
-    """The weighted sum of `x` moved by up to `radius` strides either way; what moves in from elsewhere is padding."""
-    flat, middle = x.reshape(-1), len(weight) // 2
-    length = len(flat) - 2 * radius * stride
-    out = torch.empty_like(flat)
-    total = torch.mul(flat.narrow(0, radius * stride, length), weight[middle], out=out.narrow(0, 0, length))
-    for r in range(1, radius + 1):
-        for place in (radius - r, radius + r):
-            total.add_(flat.narrow(0, place * stride, length), alpha=weight[middle + r])
-    return out.view(x.shape)
+class Blur:
+    """Blurs some of the images in treated order, as `transforms.gaussian_blur` does."""
+
+    def __init__(self, plan: Plan, recipe: Augmentation, size: int) -> None:
+        kernel = recipe.kernel_size(size)
+        self.chosen, self.middle = Marked(plan.blur), kernel // 2
+        if len(plan.blur):
+            self.weight = transforms.blur_weights(plan.sigma, kernel)
+            self.reflected = transforms.reflected(size, kernel).int()
+            offset = torch.arange(-self.middle, self.middle + 1).abs()
+            self.radius = ((self.weight > 0) * offset).amax(1).tolist()
+
+    def __call__(self, x: Tensor, which: slice) -> Tensor:
+        """Blur images [n, C, S, S], those of number `which` among the blurred ones; they may be written to."""
+        radius = max(self.radius[which])
+        taps = slice(self.middle - radius, self.middle + radius + 1)
+        planes, size = x.shape[0] * x.shape[1], x.shape[3]
+        first = torch.arange(0, planes * size, size, dtype=torch.int32)[:, None, None]
+        lines = first + self.reflected[:, taps]
+        weight = self.weight[which, taps][:, None].expand(-1, x.shape[1] * size, -1).contiguous()
+        y = x.mul_(PIXEL).round_().transpose(2, 3).contiguous()
+        y = _sums(y.view(-1, size), lines, weight).mul_(1 / WEIGHT).round_()
+        y = y.view(planes, size, size).transpose(1, 2).contiguous()
+        return _sums(y.view(-1, size), lines, weight).mul_(1 / (PIXEL * WEIGHT)).view(x.shape)

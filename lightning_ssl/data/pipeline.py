@@ -142,7 +142,7 @@ class RawImages(EpochDataset):
     def _from_memory(self, rows: list[int]) -> RawBatch:
         assert self.split.pixels is not None
         index = as_rows(rows)
-        image, label = self.split.pixels[index].contiguous(), self.split.labels[index]
+        image, label = self.split.pixels.index_select(0, index), self.split.labels[index]
         num_views = self.pipeline.num_views if self.augmented else 0
         nuisance = self.pipeline.draw_nuisance(index, self.epoch, self.key, num_views)
         plans: tuple[Plan, ...] = ()

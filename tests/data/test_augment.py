@@ -1,5 +1,9 @@
 """Recipes: their parameters are distributed as torchvision's, and a picture's bits do not depend on its batch."""
 
+import mmap
+import threading
+import time
+
 import pytest
 import torch
 from scipy import stats
@@ -18,6 +22,8 @@ from lightning_ssl.data.augment import (
     preset,
 )
 from lightning_ssl.rng import uniforms
+
+on_linux = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is kept on Linux alone")
 
 
 def plan_for(recipe, count, side=32, view=0):
@@ -164,3 +170,104 @@ def test_bad_recipes():
     for bad in ({"flip": 1.5}, {"hue": 0.7}, {"brightness": -1}, {"crop_scale": (1.0, 0.2)}, {"crop_scale": (0.5, 2)}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             Augmentation(**bad)
+
+
+@on_linux
+def test_memory_is_used_again_only_when_nobody_holds_it(monkeypatch):
+    """A view, a slice of it and an array each hold it; a few are kept, of one size, the rest goes back."""
+    monkeypatch.setattr(cached, "_KEPT", [])
+    size = cached._LARGE // 4
+    first = cached.large(size).fill_(1)
+    part, array, place = first[5:6], first[7:8].numpy(), first.data_ptr()
+    del first
+    assert cached.large(size).data_ptr() != place
+    del part
+    others = [cached.large(size).fill_(2) for _ in range(6)]
+    assert array[0] == 1 and len({other.data_ptr() for other in others} | {place}) == 7
+    assert len(cached._KEPT) == cached._KEEP
+    del array, others
+    assert cached.large(size).data_ptr() == place
+    assert cached.large(2 * size).shape == (2 * size,) and [len(kept.memory) for kept in cached._KEPT] == [8 * size]
+
+
+def saved_for_backward(view):
+    weight = torch.ones((), requires_grad=True)
+    return (weight * view.view(view.shape)).sum(), weight
+
+
+def held_by_a_thread(view):
+    """A thread that has a part of it, until it is told to say what is in it."""
+    asked, said = threading.Event(), []
+
+    def hold(part):
+        asked.wait()
+        said.append(part.unique().tolist())
+
+    thread = threading.Thread(target=hold, args=(view[3:9],), daemon=True)
+    thread.start()
+    del view
+
+    def ask():
+        asked.set()
+        thread.join()
+        return said[0]
+
+    return ask
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("hold", "look"),
+    [
+        (lambda view: view[5:6], lambda part: part.tolist()),
+        (lambda view: view[5:6].numpy(), lambda part: part.tolist()),
+        (lambda view: memoryview(view.numpy()), lambda part: [part[0]]),
+        (saved_for_backward, lambda saved: [torch.autograd.grad(*saved)[0].item() / (cached._LARGE // 4)]),
+        (held_by_a_thread, lambda ask: ask()),
+    ],
+    ids=["slice", "array", "buffer", "saved for backward", "thread"],
+)
+def test_whoever_holds_memory_keeps_it(hold, look, monkeypatch):
+    monkeypatch.setattr(cached, "_KEPT", [])
+    size = cached._LARGE // 4
+    view = cached.large(size).fill_(1)
+    place, held = view.data_ptr(), hold(view)
+    del view
+    taken = [cached.large(size).fill_(2) for _ in range(3)]
+    assert place not in [other.data_ptr() for other in taken]
+    assert look(held) == [1]
+    del held
+    assert cached.large(size).data_ptr() == place
+
+
+@on_linux
+def test_threads_never_take_the_same_memory(monkeypatch):
+    """Two that ask at once, for the one memory that is idle, while it takes a while to see that it is."""
+    monkeypatch.setattr(cached, "_KEPT", [])
+    size, taken = cached._LARGE // 4, []
+    place = cached.large(size).data_ptr()
+
+    def idle(kept):
+        answer = kept.loan() is None
+        time.sleep(0.05)
+        return answer
+
+    monkeypatch.setattr(cached._Kept, "idle", property(idle))
+    threads = [threading.Thread(target=lambda: taken.append(cached.large(size))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({view.data_ptr() for view in taken} | {place}) == len(taken) == 2
+
+
+def test_large_views_are_ordinary_tensors():
+    recipe = Augmentation(blur=0.5)
+    image = torch.randint(0, 256, (64, 3, 96, 96), dtype=torch.uint8)
+    plan = plan_for(recipe, 64, 96)
+    view = carry_out(plan, recipe, image, 96, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    assert view.untyped_storage().nbytes() >= cached._LARGE
+    again = carry_out(plan, recipe, image, 96, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    assert torch.equal(view, again) and view.data_ptr() != again.data_ptr()
+    kept = view.clone()
+    assert torch.equal(view.share_memory_(), kept) and view.is_shared()  # as a worker hands it over

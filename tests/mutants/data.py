@@ -8,12 +8,16 @@ PACKED = "tests/data/test_packed.py"
 
 MUTANTS = [
     # Large views on a CPU, and files
-    Mutant("lightning_ssl/data/cached.py", "height[:, None] - 1)", "height[:, None] + 9)", AUGMENT),
-    Mutant("lightning_ssl/data/cached.py", ".ceil() + 1))", ".ceil()))", AUGMENT),
-    Mutant("lightning_ssl/data/cached.py", "if weight[middle + r] or r == 0)", "if r < 2)", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "before + (after > 0)", "before + 1", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "high[0] - low[0], low[1]", "high[0], low[1]", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "radius = max(self.radius[which])", "radius = 1", AUGMENT),
     Mutant("lightning_ssl/data/cached.py", "((0, 1, 2), (0, 2, 1),", "((0, 2, 1), (0, 1, 2),", AUGMENT),
-    Mutant("lightning_ssl/data/cached.py", "if place in grayscale:", "if False:", AUGMENT),
-    Mutant("lightning_ssl/data/cached.py", "if pixel.max() > 1:", "if False:", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "if count == 0:", "if count <= 1:", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "[start:end]) > 1:", "[start:end]) > 9:", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "return self.loan() is None", "return True", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "    with _LOCK:", "    if True:", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "min(end, self.jittered)", "end", AUGMENT),
+    Mutant("lightning_ssl/data/cached.py", "if len(_KEPT) < _KEEP:", "if True:", AUGMENT),
     Mutant(
         "lightning_ssl/data/transforms.py", "(first + 2 - back) % 3", "(first + 2) % 3", "tests/data/test_transforms.py"
     ),
@@ -29,7 +33,12 @@ MUTANTS = [
         "where[getattr(plan, name)]",
         PACKED,
     ),
-    Mutant("lightning_ssl/data/augment.py", "hue_when * 6 + others, 24)", "hue_when * 6, 24)", AUGMENT),
+    Mutant(
+        "lightning_ssl/data/augment.py",
+        "(hue_when * 6 + roles) * 6 + others, 144)",
+        "(hue_when * 6 + roles) * 6, 144)",
+        AUGMENT,
+    ),
     Mutant("lightning_ssl/data/sources.py", "data[place + 9] in (1, 3)", "True", FILES),
     Mutant("lightning_ssl/data/sources.py", "if _plain_jpeg(data):", "if False:", FILES),
     Mutant("lightning_ssl/data/sources.py", "contextlib.suppress(RuntimeError)", "contextlib.suppress()", FILES),
