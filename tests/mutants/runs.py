@@ -313,8 +313,8 @@ MUTANTS = [
     # Networks and folders of one's own
     Mutant("lightning_ssl/nn/backbones.py", 'if getattr(head, "out_features", 0) == CLASSES:', "if False:", OWN),
     Mutant("lightning_ssl/nn/backbones.py", "            module.training = training\n", "            pass\n", OWN),
-    Mutant("lightning_ssl/data/folders.py", "(order[count:], order[:count])", "(order, order[:count])", FOLDERS),
-    Mutant("lightning_ssl/data/folders.py", "min(len(train) // 5, 10_000)", "min(len(train) // 2, 10_000)", FOLDERS),
+    Mutant("lightning_ssl/data/folders.py", "sorted(order[count:])", "sorted(order)", FOLDERS),
+    Mutant("lightning_ssl/data/folders.py", "min(total // 5, 10_000)", "min(total // 2, 10_000)", FOLDERS),
     Mutant("lightning_ssl/data/folders.py", "    if loose or not parts:", "    if not parts:", FOLDERS),
     Mutant(
         "lightning_ssl/runs/own_data.py", "if any(_names_data(config) for config in configs):", "if False:", FOLDERS
