@@ -84,8 +84,10 @@ def held_out_rows(total: int) -> tuple[list[int], list[int]]:
 
 def _images(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
     """All images of a folder with their classes: its subfolders' names, where it holds no other image."""
-    loose = any(_is_image(entry.name) for entry in os.scandir(folder) if entry.is_file())
-    parts = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
+    with os.scandir(folder) as entries:
+        inside = list(entries)
+    loose = any(_is_image(entry.name) for entry in inside if entry.is_file())
+    parts = sorted(entry.path for entry in inside if entry.is_dir())
     if loose or not parts:
         return [(path, -1) for path in sorted(_walk(folder))], []
     found = [(path, label) for label, part in enumerate(parts) for path in sorted(_walk(Path(part)))]

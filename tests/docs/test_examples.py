@@ -67,6 +67,7 @@ def test_a_notebook(name, tmp_path, monkeypatch):
     from nbclient import NotebookClient
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # or the kernel draws there and shows nothing
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "kept without outputs"
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
