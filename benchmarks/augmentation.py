@@ -22,6 +22,9 @@ from lightning_ssl.data.pipeline import Pipeline, RawImages
 from lightning_ssl.data.sources import FACTS, Facts, Split
 
 Views = Callable[[], list[Tensor]]
+MEMORY = """\
+Peak memory is that of a first batch. The first version, which took all images through each step together, had 32, 364
+and 452 MB at 32, 96 and 224 px, measured in the same way."""
 
 
 def ours(images: Tensor, recipe: Augmentation, facts: Facts) -> Views:
@@ -154,7 +157,8 @@ def run(tiny: bool = False) -> Section:
         images = torch.nn.functional.interpolate(coarse, size=size, mode="bicubic").clamp(0, 1)
         images = images.mul(255).to(torch.uint8)
         contenders = {make.__name__: make(images, recipe, facts) for make in (ours, *peers)}
-        check_same_work({k: make() for k, make in contenders.items()}, (batch, 3, size, size), 0.3 if tiny else 0.1)
+        chance = 0.1 * (512 / batch) ** 0.5
+        check_same_work({k: make() for k, make in contenders.items()}, (batch, 3, size, size), chance)
         cached._KEPT.clear()  # memory kept from the check must not count as there already
         memory = peak_memory(contenders["ours"])
         seconds = race(contenders, repeats)
@@ -162,9 +166,15 @@ def run(tiny: bool = False) -> Section:
         for peer, aim in zip(peers, wanted, strict=True):
             rows.append(faster(work, peer.__name__, seconds["ours"], seconds[peer.__name__], aim))
         rows.append(
-            Row(f"{work}, peak memory", "the views", f"{memory:.2f} GB", f"{2 * images.nbytes * 4 / 1e9:.2f} GB", "")
+            Row(
+                f"{work}, peak memory",
+                "the views",
+                f"{1e3 * memory:.0f} MB",
+                f"{2 * images.nbytes * 4 / 1e6:.0f} MB",
+                "",
+            )
         )
-    return Section(rows, peers=["albumentationsx", "torchvision", "lightly", "kornia"])
+    return Section(rows, [] if tiny else [MEMORY], ["albumentationsx", "torchvision", "lightly", "kornia"])
 
 
 if __name__ == "__main__":
