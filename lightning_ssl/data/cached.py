@@ -89,14 +89,14 @@ def _put(out: Tensor, rows: Tensor, x: Tensor) -> None:
     out.index_copy_(0, rows, x)
 
 
-def large(*shape: int) -> Tensor:
+def large(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """An empty tensor, in memory of an earlier one that nobody holds any more, if it is large.
 
     To get fresh pages from the system takes longer than to fill them; new memory is asked for in huge ones.
     """
-    size = 4 * math.prod(shape)
+    size = dtype.itemsize * math.prod(shape)
     if size < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape)
+        return torch.empty(shape, dtype=dtype)
     with _LOCK:
         place = next((i for i, kept in enumerate(_KEPT) if kept.idle and len(kept.memory) == size), None)
         if place is not None:
@@ -109,7 +109,7 @@ def large(*shape: int) -> Tensor:
         loan = memoryview(memory)  # the tensor's memory holds it, and nobody else does
         if len(_KEPT) < _KEEP:
             _KEPT.append(_Kept(memory, weakref.ref(loan)))
-        return torch.frombuffer(loan, dtype=torch.float32).view(shape)
+        return torch.frombuffer(loan, dtype=dtype).view(shape)
 
 
 def _chunks(ends: tuple[int, ...], batch: int, size: int) -> Iterator[tuple[int, int, int]]:

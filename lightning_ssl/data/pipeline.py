@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_ssl.data import augment, digits, sources, transforms
 from lightning_ssl.data.augment import Augmentation, Plan
 from lightning_ssl.data.batch import ProbeBatch, RawBatch, ViewBatch
+from lightning_ssl.data.cached import large
 from lightning_ssl.data.digits import Nuisance
 from lightning_ssl.data.loader import EpochDataset, as_rows
 from lightning_ssl.data.packed import Plans
@@ -166,7 +167,7 @@ class RawImages(EpochDataset):
             return RawBatch(_stack([sources.center_crop(image, size) for image in images], size), label, index)
         height, width = (torch.tensor([image.shape[axis] for image in images]) for axis in (1, 2))
         plans = self.pipeline.draw_plans(index, self.epoch, self.key, height, width)
-        crops = torch.empty(len(plans), len(images), 3, size, size, dtype=torch.uint8)
+        crops = large(len(plans), len(images), 3, size, size, dtype=torch.uint8)
         for plan, out in zip(plans, crops, strict=True):
             _cut(images, plan, size, out)
         drawn = self.pipeline.plans(tuple(plan._replace(box=None) for plan in plans))
