@@ -277,7 +277,7 @@ class RunCheckpoint(OpenModelCheckpoint):
         if not (self.save_on_exception and self.save_last and trainer.is_global_zero and self.may_save(trainer)):
             return
         path = self.last_path(trainer)
-        if isinstance(exception, CheckpointError) or (os.path.exists(path) and path != self.last_model_path):
+        if os.path.exists(path) and path != self.last_model_path:  # another run's
             return
         self.last_model_path = path
         checkpoint = checkpoint_between_steps(trainer, self._logged, self.save_weights_only)

@@ -108,9 +108,9 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/runs/checkpoint.py",
-        "if isinstance(exception, CheckpointError) or (",
-        "if False or (",
-        "tests/reliability/test_checkpoint.py tests/reliability/test_faults.py",
+        "if os.path.exists(path) and path != self.last_model_path:",
+        "if False:",
+        "tests/reliability/test_checkpoint.py -k exception",
     ),
     Mutant(
         "lightning_ssl/runs/checkpoint.py",
@@ -236,7 +236,7 @@ MUTANTS = [
         "lightning_ssl/runs/loggers.py",
         'lines if not lines or lines[-1].endswith("\\n") else lines[:-1]',
         "lines",
-        "tests/reliability/test_faults.py tests/test_cli.py -k 'log'",
+        "tests/reliability/test_faults.py -k cut_off",
     ),
     Mutant(
         "lightning_ssl/methods/base.py",

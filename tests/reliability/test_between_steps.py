@@ -240,6 +240,18 @@ def test_an_exception_amid_gradient_accumulation(batch, uninterrupted, tmp_path)
     assert_same(tmp_path / "run", uninterrupted("SimCLR", 2))
 
 
+def test_a_step_that_could_not_be_logged_is_trained_again(uninterrupted, tmp_path):
+    def tear():
+        raise Torn
+
+    often = {"saver": {"every_n_train_steps": 1}}
+    with pytest.raises(Torn):
+        fit("BYOL", tmp_path, Trigger("log", THIRD, tear), **often)
+    assert jobs.checkpoint(tmp_path / "run")["global_step"] == THIRD - 1
+    fit("BYOL", tmp_path, resume=True, **often)
+    assert jobs.log(tmp_path / "run") == jobs.log(uninterrupted("BYOL"))
+
+
 _random = random.Random(5)
 _within = [place for place in PLACES if place not in ("checkpoint", "validation", "probe")]
 MOMENTS = [
@@ -269,6 +281,18 @@ def test_a_signal_ends_the_run_after_the_step_it_came_in(method, place, batch, n
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     fit(method, tmp_path, resume=True)
     assert_same(tmp_path / "run", uninterrupted(method))
+
+
+@slow
+@pytest.mark.parametrize("batch", [STEPS + 1, STEPS + 2])
+def test_a_signal_amid_gradient_accumulation(batch, uninterrupted, tmp_path):
+    """The run ends when all batches of the step are in it."""
+    trigger = Trigger("forward", batch, lambda: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        fit("SimCLR", tmp_path, trigger, accumulate_grad_batches=2)
+    assert jobs.checkpoint(tmp_path / "run")["global_step"] in (4, 5)  # it is known to all ranks at the next step
+    fit("SimCLR", tmp_path, resume=True, accumulate_grad_batches=2)
+    assert_same(tmp_path / "run", uninterrupted("SimCLR", 2))
 
 
 @slow

@@ -1,6 +1,7 @@
 """Checkpoint files: whole or not there, held back until they count, read without running what is in them."""
 
 import os
+import resource
 from datetime import timedelta
 
 import lightning.pytorch as L
@@ -24,6 +25,8 @@ def test_a_checkpoint_takes_its_place_when_it_is_released(tmp_path):
         files.save_checkpoint({**GOOD, "step": 2}, place)
         files.remove_checkpoint(old)
     assert files.load_checkpoint(place)["step"] == 1 and old.exists()  # so that a kill here loses nothing
+    files.remove_checkpoint(tmp_path / "older.ckpt")  # waits for its turn
+    assert files.load_checkpoint(place)["step"] == 1 and old.exists()
     files.release()
     assert files.load_checkpoint(place)["step"] == 2 and not old.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
@@ -34,6 +37,46 @@ def test_a_place_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(CheckpointError, match=r"could not be written .*earlier checkpoints are untouched"):
         CheckpointFiles().save_checkpoint(GOOD, tmp_path / "folder" / "last.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_and_no_other_file(tmp_path):
+    files, place, limits = CheckpointFiles(), tmp_path / "last.ckpt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    files.save_checkpoint(GOOD, place)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        with pytest.raises(CheckpointError, match=r"could not be written .*File too large"):
+            files.save_checkpoint({**GOOD, "more": torch.zeros(10_000)}, place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert files.load_checkpoint(place)["state_dict"]["w"].tolist() == [0, 1, 2]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        original = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, original=original: (done.append(name), original(*a)))
+    CheckpointFiles().save_checkpoint(GOOD, tmp_path / "last.ckpt")
+    assert done == ["fsync", "replace"]
+
+
+@pytest.mark.parametrize("options", [{"every_n_train_steps": 2}, {}, {"every_n_epochs": 1, "save_last": False}])
+def test_a_checkpoint_that_could_not_be_written_is_not_tried_again_by_the_exception(tmp_path, options):
+    class Full(CheckpointFiles):
+        tries = 0
+
+        def save_checkpoint(self, *args, **kwargs):
+            self.tries += 1
+            raise CheckpointError("the disk is full")
+
+    files = Full()
+    saver = RunCheckpoint(tmp_path, **{"save_last": True, "save_on_exception": True, **options})
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[saver], plugins=[files], **quiet)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        trainer.fit(small(BYOL), loader(4))
+    assert files.tries == 1
 
 
 @pytest.mark.parametrize("cut", [0, 1, 10, 500, -30])
@@ -56,13 +99,16 @@ def test_steps_that_a_validation_follows_are_saved_after_it(method, interval, tm
     """
 
     class Count(L.Callback):
-        steps = ()
+        steps, resumed = (), False
 
         def on_validation_end(self, trainer, pl_module):
             self.steps = (*self.steps, trainer.global_step)
+            if not self.resumed:  # the saver's turn comes next
+                assert not (tmp_path / f"step={trainer.global_step}.ckpt").exists()
 
     def fit(ckpt_path=None):
         count, model = Count(), small(method)
+        count.resumed = ckpt_path is not None
         saver = RunCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         trainer = L.Trainer(
             accelerator="cpu",
@@ -104,6 +150,22 @@ def test_a_checkpoint_counts_when_its_step_is_logged_and_not_before(tmp_path):
     assert {int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt")} == {1, 2, 3, 4}
 
 
+def broken():
+    """Four batches, of which the third cannot be loaded."""
+
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            if i == 2:
+                raise RuntimeError("on purpose")
+            return batches[i]
+
+    batches = loader(4).dataset
+    return torch.utils.data.DataLoader(Broken(), batch_size=None)
+
+
 @pytest.mark.parametrize(
     ("asked", "callback", "left"), [(False, None, None), (True, None, 2), (True, "on_train_batch_end", None)]
 )
@@ -115,25 +177,24 @@ def test_an_exception_leaves_a_checkpoint_where_that_was_asked_for(tmp_path, ask
             if trainer.global_step == 2 and callback is not None:
                 raise RuntimeError("on purpose")
 
-    class Fewer(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, i):
-            if i == 2:
-                raise RuntimeError("on purpose")
-            return batches.dataset[i]
-
     saver = RunCheckpoint(tmp_path, filename="{step}", save_last=True, save_on_exception=asked)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=1, callbacks=[Fail(), saver], plugins=[CheckpointFiles()], **quiet
     )
-    batches = loader(4)
-    broken = torch.utils.data.DataLoader(Fewer(), batch_size=None)
     with pytest.raises(RuntimeError, match="on purpose"):
-        trainer.fit(small(BYOL), broken if callback is None else batches)
+        trainer.fit(small(BYOL), broken() if callback is None else loader(4))
     assert [torch.load(path)["global_step"] for path in tmp_path.glob("*.ckpt")] == ([] if left is None else [left])
+
+
+def test_an_exception_does_not_overwrite_another_runs_checkpoint(tmp_path):
+    (tmp_path / "last.ckpt").write_text("another run's")
+    saver = RunCheckpoint(tmp_path, save_last=True, save_on_exception=True)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[saver], plugins=[CheckpointFiles()], **quiet)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer.fit(small(BYOL), broken())
+    assert (tmp_path / "last.ckpt").read_text() == "another run's"
 
 
 @pytest.mark.parametrize(("validates", "options"), [(1, {}), (3, {}), (3, {"monitor": "val/loss"}), (1, {"keep": 1})])

@@ -181,6 +181,12 @@ def test_a_log_that_cannot_be_written(tmp_path):
     assert rows and all(int(row["step"]) < 14 for row in rows)
 
 
+def test_a_row_of_the_log_that_was_cut_off_by_a_kill_is_left_out(tmp_path):
+    log = tmp_path / "metrics.csv"
+    log.write_text("step,loss\n0,0.5\n1,0.25")  # of 0.2517, say
+    assert read_rows(str(log)) == [{"step": "0", "loss": "0.5"}]
+
+
 def test_rows_wait_for_room_and_none_is_torn(tmp_path):
     logger = ResumableCSVLogger(tmp_path, name="run", version="")
     path = tmp_path / "run" / "metrics.csv"
