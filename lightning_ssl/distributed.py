@@ -406,8 +406,10 @@ class Vote:
         if world_size() == 1:
             return list(numbers)
         found = self._result(len(numbers))
-        # Both signs, as the largest and as the smallest of all.
-        self._numbers = torch.tensor([*numbers, *(-n for n in numbers)])
+        # Both signs, as the largest and as the smallest of all; always in the same tensor, which outlives the group: a
+        # thread of gloo that holds one alone waits for the interpreter, which may be waiting for the thread to end.
+        values = torch.tensor([*numbers, *(-n for n in numbers)])
+        self._numbers = values if self._numbers is None else self._numbers.copy_(values)
         self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return found
 
@@ -425,7 +427,8 @@ class Vote:
             if self._work is not None:
                 self._work.wait()
             dist.destroy_process_group(self._group)
-        self._group = self._work = None
+        self._group = None
+        self._work = self._numbers = None
 
 
 class Board:
