@@ -227,17 +227,18 @@ def test_an_exception(method, place, uninterrupted, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("batch", [STEPS + 2, STEPS + 3])
+@pytest.mark.parametrize("batch", [STEPS + 2, STEPS + 3, STEPS + 4])
 def test_an_exception_amid_gradient_accumulation(batch, uninterrupted, tmp_path):
     def tear():
         raise Torn
 
     with pytest.raises(Torn):
-        fit("SimCLR", tmp_path, Trigger("fetch", batch, tear), accumulate_grad_batches=2)
-    # Three steps of 2, 2 and 1 batches an epoch: before the 7th batch one of two is trained on, before the 8th two.
-    assert jobs.checkpoint(tmp_path / "run")["global_step"] == (3 if batch == STEPS + 2 else 4)
-    fit("SimCLR", tmp_path, resume=True, accumulate_grad_batches=2)
-    assert_same(tmp_path / "run", uninterrupted("SimCLR", 2))
+        fit("BYOL", tmp_path, Trigger("fetch", batch, tear), accumulate_grad_batches=2)
+    # Three steps of 2, 2 and 1 batches an epoch: before the 7th batch one of two is trained on, before the 8th two, and
+    # before the 9th one again, so that the epoch's beginning is the last whole step that was saved.
+    assert jobs.checkpoint(tmp_path / "run")["global_step"] == (4 if batch == STEPS + 3 else 3)
+    fit("BYOL", tmp_path, resume=True, accumulate_grad_batches=2)
+    assert_same(tmp_path / "run", uninterrupted("BYOL", 2))
 
 
 def test_a_step_that_could_not_be_logged_is_trained_again(uninterrupted, tmp_path):
