@@ -6,6 +6,7 @@ NAMES = (
     "knn",
     "linear_probe",
     "probe_memory",
+    "probe_scale",
     "covariance_operator",
     "uniformity",
     "overhead",

@@ -6,17 +6,21 @@ import argparse
 import ctypes
 import gc
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import NAMES
 
@@ -108,6 +112,29 @@ def peak_memory(run: Callable[[], object]) -> float:
     before = _status("VmRSS")
     run()
     return (_status("VmHWM") - before) / 1e6
+
+
+def in_ranks(worker: str, ranks: int, *arguments: Any) -> list[Any]:
+    """What a benchmark's function ("probe_memory.worker") answers on each of some ranks (gloo, one thread each)."""
+    code = "import sys; from benchmarks._bench import one_rank; one_rank(*sys.argv[1:])"
+    with tempfile.TemporaryDirectory() as folder:
+        task = [folder, str(ranks), worker, json.dumps(arguments)]
+        started = [subprocess.Popen([sys.executable, "-c", code, str(rank), *task]) for rank in range(ranks)]
+        for process in started:
+            if process.wait():
+                raise RuntimeError(f"a rank of {ranks} ended with {process.returncode}")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def one_rank(rank: str, folder: str, ranks: str, worker: str, arguments: str) -> None:
+    """One of the processes of :func:`in_ranks`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=int(rank), world_size=int(ranks))
+    module, name = worker.split(".")
+    answer = getattr(importlib.import_module(f"benchmarks.{module}"), name)(*json.loads(arguments))
+    Path(folder, f"{rank}.json").write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _status(key: str) -> int:

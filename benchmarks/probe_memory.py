@@ -1,33 +1,27 @@
 """Peak memory of probes on 200,000 x 768 features with 1,000 classes, on 1, 2 and 4 ranks (gloo, one thread each).
 
 Each rank holds its shard; what counts is how far its resident memory rises above the shard itself while it classifies
-2,000 queries by their 20 nearest neighbours, and while the regression runs: its preconditioner and one step, to which
-the weights of the 20 steps that it remembers are added. The aim is 0.3 of the shard and a constant for chunks; the law
-is fitted to two sizes and carried on to ImageNet's 1.28 million rows.
+2,000 queries by their 20 nearest neighbours, and while the regression runs: its preconditioners, and more steps than
+the 20 that it remembers. The aim is 0.3 of the shard and a constant for chunks; the law is fitted to two sizes and
+carried on to ImageNet's 1.28 million rows.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+import warnings
 
-from benchmarks._bench import Row, Section, main
+import torch
+import torch.distributed as dist
+
+from benchmarks._bench import Row, Section, in_ranks, main, peak_memory
+from lightning_ssl.functional import fit_linear_probe, knn_predict
 
 CONSTANT = 0.8  # GB: chunks of rows and similarities, and the weights of 20 steps
+STEPS = 22  # of each stage of the regression: more than it remembers
 
 
-def worker(folder: str, rank: int, ranks: int, rows: int, dim: int, classes: int, queries: int) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from benchmarks._bench import peak_memory
-    from lightning_ssl.functional import fit_linear_probe, knn_predict
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+def worker(rows: int, dim: int, classes: int, queries: int, steps: int) -> dict[str, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     dice = torch.Generator().manual_seed(rank)
     own = torch.arange(rank, rows, ranks)
     features = torch.randn(len(own), dim, generator=dice)
@@ -37,39 +31,24 @@ def worker(folder: str, rank: int, ranks: int, rows: int, dim: int, classes: int
     few = slice(0, 64)
     warm = dict(sharded=True, positions=own[few])
     knn_predict(asked[few], features[few], labels[few], classes, 20, **warm)
+    warnings.filterwarnings("ignore", message=".*max_iter.*")
     fit_linear_probe(features[few], labels[few], classes, 0.2, max_iter=1, **warm)
-    found = {
+
+    def fit() -> None:
+        fit_linear_probe(features, labels, classes, 4e-3, max_iter=steps, tolerance=0.0, **shard)
+
+    return {
         "kNN": peak_memory(lambda: knn_predict(asked, features, labels, classes, 20, **shard)),
-        "regression": peak_memory(lambda: fit_linear_probe(features, labels, classes, 0.2, max_iter=1, **shard))
-        + 2 * 20 * classes * (dim + 1) * 8 / 1e9,
+        "regression": peak_memory(fit),
         "shard": features.numel() * features.element_size() / 1e9,
     }
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measure(ranks: int, rows: int, dim: int, classes: int, queries: int) -> list[dict[str, float]]:
-    """What each rank found, in GB."""
-    with tempfile.TemporaryDirectory() as folder:
-        code = "import json, sys; from benchmarks.probe_memory import worker; worker(*json.loads(sys.argv[1]))"
-        started = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, json.dumps([folder, rank, ranks, rows, dim, classes, queries])]
-            )
-            for rank in range(ranks)
-        ]
-        for process in started:
-            if process.wait():
-                raise RuntimeError(f"a rank of {ranks} ended with {process.returncode}")
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def run(tiny: bool = False) -> Section:
     rows, dim, classes, queries = (2000, 16, 10, 200) if tiny else (200_000, 768, 1000, 2000)
     table, above = [], {}
     for ranks in (1, 2) if tiny else (1, 2, 4):
-        found = measure(ranks, rows, dim, classes, queries)
+        found = in_ranks("probe_memory.worker", ranks, rows, dim, classes, queries, STEPS)
         for kind in ("kNN", "regression"):
             worst = max(found, key=lambda one: one[kind])
             above[kind, ranks] = worst[kind], worst["shard"]

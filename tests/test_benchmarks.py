@@ -21,7 +21,7 @@ PEERS = {
     "covariance_operator": ["backpack", "nngeometry"],
     "throughput": ["lightly"],
 }
-EXPENSIVE = {"ddp", "growth", "loading", "probe_memory", "startup", "step"}  # they start processes
+EXPENSIVE = {"ddp", "growth", "loading", "probe_memory", "probe_scale", "startup", "step"}  # they start processes
 
 
 @pytest.mark.parametrize(
