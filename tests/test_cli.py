@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from lightning_ssl.runs.cli import main, resolve_configs, shipped
+from lightning_ssl.runs.explain import innermost
 from lightning_ssl.runs.run import ResumableCSVLogger, explain, write_embeddings
 from tests.ddp import run_ranks
 
@@ -228,3 +229,12 @@ def test_wrong_uses_are_answered_in_plain_words(folder, capsys, args, words):
 
 def test_messages_that_need_no_words_of_ours_pass_through():
     assert explain("Something else", []) == "Something else"
+
+
+def test_a_refusal_is_found_among_all_that_was_tried():
+    tried = "Does not validate against any of the Union subtypes\nSubtypes: [a, b]\nErrors:\n  - Expected a <class "
+    tried += (
+        "'NoneType'>\n  - `k` must be at least 1, got 0; give more\nGiven value type: <class 'dict'>\nGiven value: {}"
+    )
+    assert innermost(tried) == "`k` must be at least 1, got 0; give more"
+    assert innermost("`k` must be\n  - a thing") == "`k` must be\n  - a thing"

@@ -61,9 +61,9 @@ class Method(L.LightningModule):
 
     def from_projection(self, z: Tensor) -> Tensor:
         """The predictor's outputs, likewise; where its weights are in half precision, so is what enters it."""
-        weight = next((p for p in self.predictor.parameters() if p.is_floating_point()), None)
-        if weight is not None and not torch.is_autocast_enabled(z.device.type):
-            z = z.to(weight.dtype)
+        dtypes = [p.dtype for p in self.predictor.parameters() if p.is_floating_point()]
+        if dtypes and not torch.is_autocast_enabled(z.device.type):
+            z = z.to(dtypes[0])
         p = self._made("predictor", self.apply_predictor(z))
         return p.to(torch.promote_types(p.dtype, torch.float32))
 

@@ -34,6 +34,13 @@ def explain(message: str, flags: list[str]) -> str:
     return message
 
 
+def innermost(message: str) -> str:
+    """What was refused, of a message into which jsonargparse may have wrapped it, with all the types that it tried."""
+    _, wrapped, tried = message.partition("Errors:\n  - ")
+    reasons = tried.partition("\nGiven value")[0].split("\n  - ") if wrapped else []
+    return next((words for words in reasons if not words.startswith(("Expected a", "Not a valid"))), message)
+
+
 def _unknown_class(message: str, flags: list[str]) -> str | None:
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         known = dir(importlib.import_module(missing[1]))

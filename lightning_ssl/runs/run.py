@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from functools import partial
@@ -29,7 +28,7 @@ from lightning_ssl.callbacks import Probe
 from lightning_ssl.folder import run_dir
 from lightning_ssl.runs.checkpoint import CheckpointError, CheckpointFiles, UnreadableError, readable
 from lightning_ssl.runs.embeddings import write_embeddings
-from lightning_ssl.runs.explain import explain
+from lightning_ssl.runs.explain import explain, innermost
 from lightning_ssl.runs.loggers import GuardLoggers, ResumableCSVLogger
 from lightning_ssl.runs.owner import evaluation_name, is_run, one_of_many, refusal, run_meant, started_again
 from lightning_ssl.runs.peers import Disagreement, Peers
@@ -237,8 +236,7 @@ class RunCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except (ValueError, MisconfigurationException) as error:
-            refused = re.search(r"Errors:\n  - (.+?)\n  - (?:Expected a|Not a valid)", str(error), re.DOTALL)
-            self.parser.exit(2, f"lightning-ssl: error: {refused[1] if refused else error}\n")
+            self.parser.exit(2, f"lightning-ssl: error: {innermost(str(error))}\n")
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Leave out callbacks on a predictor that the method does not have, and probes of classes the data has not."""
