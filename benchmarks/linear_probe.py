@@ -48,12 +48,12 @@ def objective(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, l2: float = L2
     return float(loss + l2 / 2 * scaled.square().sum())
 
 
-def by_sklearn(x: Tensor, y: Tensor, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
+def by_sklearn(x: Tensor, y: Tensor, tolerance: float = 1e-4, steps: int = 10_000) -> tuple[Tensor, Tensor]:
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import StandardScaler
 
     scaler = StandardScaler()
-    model = LogisticRegression(C=1 / (L2 * len(x)), max_iter=10_000, tol=tolerance)
+    model = LogisticRegression(C=1 / (L2 * len(x)), max_iter=steps, tol=tolerance)
     model.fit(scaler.fit_transform(x.numpy()), y.numpy())
     weight = torch.from_numpy(model.coef_ / scaler.scale_)
     return weight, torch.from_numpy(model.intercept_) - weight @ torch.from_numpy(scaler.mean_)
