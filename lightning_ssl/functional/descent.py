@@ -131,6 +131,10 @@ def _scaled(design: Any, weight: Tensor) -> Tensor:
     return scaled.to(design.dtype)
 
 
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.flatten(), b.flatten())
+
+
 class Descent:
     """A search that can go on with another penalty: the loss's own part of everything is kept apart.
 
@@ -233,19 +237,19 @@ class Descent:
         q = gradient.clone()
         turns = []
         for s, loss_change in reversed(self._pairs):
-            y = loss_change + penalty * s  # the penalty's own part, exactly, whatever it was at that step
-            along = 1 / (s * y).sum()
-            part = along * (s * q).sum()
-            q -= part * y
+            y = torch.addcmul(loss_change, penalty, s)  # the penalty's own part, exactly, whatever it was at that step
+            along = 1 / _dot(s, y)
+            part = along * _dot(s, q)
+            q.addcmul_(part, y, value=-1)
             turns.append((along, part))
         if self._pairs:
             s, loss_change = self._pairs[-1]
-            y = loss_change + penalty * s
-            q = curvature.solve(q, penalty) * ((s * y).sum() / (y * curvature.solve(y, penalty)).sum())
+            y = torch.addcmul(loss_change, penalty, s)
+            q = curvature.solve(q, penalty) * (_dot(s, y) / _dot(y, curvature.solve(y, penalty)))
         else:
             q = curvature.solve(q, penalty)
         for (s, loss_change), (along, part) in zip(self._pairs, reversed(turns), strict=True):
-            q += (part - along * ((loss_change + penalty * s) * q).sum()) * s
+            q.addcmul_(part - along * _dot(torch.addcmul(loss_change, penalty, s), q), s)
         q = self._loss.settle(q)
         slope = -float((q * gradient).sum())
         return max(norm, max(0.0, -slope) ** 0.5), -q, slope
