@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_batch_or_threads(side):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("side", "size"), [(32, 32), (80, 64), (70, 96), (150, 160)])
+@pytest.mark.parametrize(("side", "size"), [(32, 32), (27, 27), (80, 64), (70, 96), (150, 160)])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_few_images_at_a_time_are_the_whole_batch(side, size, channels):
     """On a CPU large views are made otherwise than on a device, with the same bits."""
@@ -187,6 +187,7 @@ def test_memory_is_used_again_only_when_nobody_holds_it(monkeypatch):
     assert len(cached._KEPT) == cached._KEEP
     del array, others
     assert cached.large(size).data_ptr() == place
+    assert cached.large(5 * size, dtype=torch.uint8).shape == (5 * size,)  # bytes, and more of them than are kept
     assert cached.large(2 * size).shape == (2 * size,) and [len(kept.memory) for kept in cached._KEPT] == [8 * size]
 
 

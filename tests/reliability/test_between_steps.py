@@ -291,7 +291,7 @@ def test_a_signal_amid_gradient_accumulation(batch, uninterrupted, tmp_path):
     trigger = Trigger("forward", batch, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         fit("SimCLR", tmp_path, trigger, accumulate_grad_batches=2)
-    assert jobs.checkpoint(tmp_path / "run")["global_step"] in (4, 5)  # it is known to all ranks at the next step
+    assert jobs.checkpoint(tmp_path / "run")["global_step"] == 4
     fit("SimCLR", tmp_path, resume=True, accumulate_grad_batches=2)
     assert_same(tmp_path / "run", uninterrupted("SimCLR", 2))
 
