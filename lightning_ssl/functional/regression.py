@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_ssl.distributed import Together
 from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
 from lightning_ssl.functional.descent import Curvature, Descent
+from lightning_ssl.functional.products import times_transposed
 
 # Numbers that a few rows and what is made of them may hold at a time on a device: 2^25 floats are 128 MB.
 BUDGET = 2**25
@@ -124,7 +125,7 @@ class Classes:
         loss = torch.zeros((), dtype=self.design.together.wide, device=weight.device)
         grad = torch.zeros_like(weight, dtype=loss.dtype)
         for rows, which in self.design.chunks(some, BUDGET // (2 * len(weight))):
-            logits = weight @ rows.T  # C x n
+            logits = times_transposed(weight, rows)  # C x n
             z, truth = logits[:classes], self.labels[which][None]
             z -= z.gather(0, truth)  # relative to the true class
             top = z.amax(dim=0, keepdim=True)
@@ -132,7 +133,7 @@ class Classes:
             loss += (total.log() + top).sum()
             z.div_(total).scatter_add_(0, truth, torch.full_like(top, -1.0))
             logits[classes:] = 0
-            grad += logits @ rows
+            grad += times_transposed(logits, rows.T)
         return loss, grad[:classes]
 
     def settle(self, gradient: Tensor) -> Tensor:
@@ -162,9 +163,9 @@ class Attributes(Classes):
         loss = torch.zeros((), dtype=self.design.together.wide, device=weight.device)
         grad = torch.zeros_like(weight, dtype=loss.dtype)
         for rows, which in self.design.chunks(some, BUDGET // (4 * len(weight))):
-            logits, truth = rows @ weight.T, self.labels[which].to(rows.dtype)
+            logits, truth = times_transposed(rows, weight), self.labels[which].to(rows.dtype)
             loss += F.binary_cross_entropy_with_logits(logits, truth, reduction="sum")
-            grad += (logits.sigmoid_() - truth).T @ rows
+            grad += times_transposed((logits.sigmoid_() - truth).T, rows.T)
         return loss, grad
 
     def settle(self, gradient: Tensor) -> Tensor:
