@@ -2,126 +2,208 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_ssl.functional.products import times_transposed
+
 # Pairs of steps and changes of the gradient that are kept.
 _HISTORY = 20
+# Numbers that the Hessian's blocks may hold: 2^24 floats are 64 MB, and their inverses as much again.
+_BLOCKS = 2**24
+# Rows that count themselves in a block, for each of its dimensions.
+_ROWS = 4
+# Weights of rows are told apart by that many steps an octave, so many steps down.
+_FINE, _STEPS = 4, 160
+
+
+class Basis:
+    """The principal directions of the standardised features, ascending, and the place of the bias after them.
+
+    Args:
+        design: The rows; see :class:`lightning_ssl.functional.regression.Design`.
+    """
+
+    def __init__(self, design: Any) -> None:
+        together, dim = design.together, design.dim
+
+        def few() -> Tensor:  # every so-manieth block of rows, a few rows for each dimension
+            every = max(1, design.total // (8 * (dim + 1)))
+            block = 64 if design.total >= 64 * every else 1
+            return ((design.positions // block) % every == 0).nonzero().flatten()
+
+        self.rows: Tensor = together.run(few)
+
+        def second_moment() -> list[Tensor]:
+            gram = torch.zeros(dim + 1, dim + 1, dtype=together.wide, device=design.features.device)
+            for rows, _ in design.chunks(self.rows):
+                gram += times_transposed(rows.T, rows.T)
+            return [gram[:dim, :dim], torch.tensor(float(len(self.rows)))]
+
+        gram, self.count = together.sum(second_moment, [(dim, dim), ()])
+
+        def turn() -> tuple[Tensor, Tensor]:
+            values, vectors = torch.linalg.eigh(gram / self.count * design.scale * design.scale[:, None])
+            whole = torch.eye(dim + 1, dtype=together.wide, device=gram.device)
+            whole[:dim, :dim] = vectors
+            return torch.cat([values.clamp_min(0), values.new_ones(1)]), whole
+
+        self.values, self.vectors = together.run(turn)
 
 
 class Curvature:
-    """About the inverse of the loss's Hessian, for any penalty.
+    """About the inverse of the loss's Hessian at a point, for any penalty.
 
-    The Hessian is the mean over rows of B_n ⊗ x_n x_n^T, with B_n that of the loss in the outputs. In the eigenbases U
-    of the mean of B and V of that of x x^T, weighted by the trace of B, its diagonal is taken as it is:
-    ``H^-1 g = U [(U^T g V) / (h + l2)] V^T``. The rows in it are the least certain ones, a few for each dimension; the
-    others enter by their mean. Before the first step all are alike, and every so-manieth is taken.
+    The Hessian is the mean over rows of B_n ⊗ x_n x_n^T, with B_n that of the loss in the outputs. Its blocks on the
+    diagonal, one an output, are means of x x^T with weights q = p (1 - p), which single out other directions for each
+    output. They are taken as they are along the leading principal directions of the features, as many as `_BLOCKS`
+    allows, and beyond these as the mean of q times the features' second moment. Of the rows the heaviest count
+    themselves in their output's block, the others by their mean. What couples outputs is left to the search's memory.
 
     Args:
         loss: What is minimised; see :class:`lightning_ssl.functional.regression.Classes`.
-        weight: Where the curvature is taken, ``[C, d + 1]``; by default at zero.
+        basis: Of the same rows.
+        weight: Where the curvature is taken, ``[C, d + 1]``; by default at zero, where there is nothing but q's mean.
     """
 
-    def __init__(self, loss: Any, weight: Tensor | None = None) -> None:
+    def __init__(self, loss: Any, basis: Basis, weight: Tensor | None = None) -> None:
+        design = loss.design
+        self._basis, self._dtype = basis, design.dtype
+        # As many directions as there is memory for, and no more than pay: the blocks cost a few looks at all rows.
+        most = math.isqrt(min(_BLOCKS // loss.outputs, design.total))
+        self._leading = 0 if weight is None else max(1, min(design.dim, most))
+        self._inverse: tuple[float, Tensor] | None = None
+        if weight is None:
+            even = design.together.run(lambda: loss.probabilities(design.mean.new_zeros(1, loss.outputs)))
+            self._weights = (even - even.square())[0].to(basis.values)
+            return
+        raw = design.together.run(lambda: _scaled(design, weight))
+
+        def heaviness(rows: Tensor) -> Tensor:
+            p = loss.probabilities(times_transposed(rows, raw))
+            return torch.addcmul(p, p, p, value=-1)
+
+        least = _threshold(loss, basis, heaviness, _ROWS * self._leading)
+        self._weights, which, shares, counts = _heaviest(loss, heaviness, least)
+        self._blocks = self._moments(loss, which, shares, counts)
+
+    def _moments(self, loss: Any, which: Tensor, shares: Tensor, counts: list[int]) -> Tensor:
+        """Collective: the blocks, a few outputs at a time."""
         design, together = loss.design, loss.design.together
-        dim, outputs, total, wide = design.dim, loss.outputs, design.total, together.wide
-        wanted = 8 * (dim + 1)
+        size = self._leading + 1
+        width = max(1, _BLOCKS // 8 // size**2)  # outputs at a time
+        rest, at = self._weights.clone(), 0
 
-        def prepare() -> tuple[Tensor, Tensor | None]:
-            every = max(1, total // wanted)
-            block = 64 if total >= 64 * every else 1
-            strided = ((design.positions // block) % every == 0).nonzero().flatten()
-            return strided, None if weight is None else _scaled(design, weight)
+        def prepare() -> tuple[Tensor, Tensor]:
+            scale = torch.cat([design.scale, design.scale.new_ones(1)])[:, None]
+            turn = (self._basis.vectors[:, -size:] * scale).to(design.dtype).T.contiguous()
+            return turn, turn.new_empty(loss.outputs, size, size)
 
-        strided, raw = together.run(prepare)
+        turn, blocks = together.run(prepare)
+        for first in range(0, loss.outputs, width):
+            some = counts[first : first + width]
 
-        def probabilities(rows: Tensor) -> Tensor:
-            logits = rows.new_zeros(len(rows), outputs) if raw is None else rows @ raw.T
-            return loss.probabilities(logits)  # type: ignore[no-any-return]
+            def moments(some: list[int] = some, at: int = at) -> list[Tensor]:
+                found = torch.zeros(len(some), size, size, dtype=design.dtype, device=design.features.device)
+                heavy = found.new_zeros(len(some))
+                for i, count in enumerate(some):
+                    for rows, _ in design.chunks(which[at : at + count]):
+                        share = shares[at : at + len(rows)]
+                        y = times_transposed(rows, turn)
+                        found[i] += times_transposed((y * share[:, None]).T, y.T)
+                        heavy[i] += share.sum()
+                        at += len(rows)
+                return [found, heavy]
 
-        def second_moment(some: Tensor) -> Tensor:
-            gram = torch.zeros(dim, dim, dtype=wide, device=design.features.device)
-            for rows, _ in design.chunks(some):
-                gram += rows[:, :dim].T @ rows[:, :dim]
-            return gram
+            found, heavy = together.sum(moments, [(len(some), size, size), (len(some),)])
+            blocks[first : first + len(some)] = found / design.total
+            rest[first : first + len(some)] -= heavy / design.total
+            at += sum(some)
+        # What the other rows weigh, and a little that keeps rows which are all certain regular.
+        rest = rest.clamp_min(0)[:, None] * self._basis.values[-size:] + 1e-6 * self._weights.mean()
+        blocks.diagonal(dim1=1, dim2=2).add_(rest)
+        return blocks
 
-        if raw is None:
-            picked, rest = strided, 0.0
-            count = float(together.sum(lambda: [torch.tensor(float(len(strided)))], [()])[0])
-        else:
-            picked, rest = _least_certain(loss, probabilities, wanted)
-            count = float(total)
+    def solve(self, gradient: Tensor, penalty: Tensor) -> Tensor:
+        """The inverse times a gradient, for a penalty of each column."""
+        size = self._leading + 1 if self._leading else 0
+        turned = gradient @ self._basis.vectors
+        cut = turned.shape[1] - size
+        plain = self._weights[:, None] * self._basis.values[:cut]
+        solved = torch.empty_like(turned)
+        solved[:, :cut] = turned[:, :cut] / (plain.clamp_min(1e-6 * float(plain.mean())) + penalty[:cut])
+        if size:
+            inverse = self._inverted(penalty)
+            solved[:, cut:] = torch.bmm(turned[:, None, cut:].to(self._dtype), inverse)[:, 0]
+        return solved @ self._basis.vectors.T
 
-        def moments() -> list[Tensor]:
-            spread = torch.zeros(outputs, outputs, dtype=wide, device=design.features.device)
-            gram = torch.zeros(dim, dim, dtype=wide, device=design.features.device)
-            for rows, _ in design.chunks(picked):
-                p = probabilities(rows)
-                spread += loss.spread(p)
-                gram += (rows[:, :dim] * loss.uncertainty(p)[:, None]).T @ rows[:, :dim]
-            plain = second_moment(strided) if rest else torch.zeros_like(gram)
-            return [spread, gram, plain, torch.tensor(float(len(strided)))]
-
-        shapes = [(outputs, outputs), (dim, dim), (dim, dim), ()]
-        spread, gram, plain, strides = together.sum(moments, shapes)
-
-        def bases() -> tuple[Tensor, ...]:
-            scale = design.scale
-            mixed = (gram / count + rest * plain / strides) * scale * scale[:, None]
-            vectors = torch.eye(dim + 1, dtype=wide, device=gram.device)
-            vectors[:dim, :dim] = torch.linalg.eigh(mixed)[1]
-            directions = torch.linalg.eigh(spread)[1]
-            scale = torch.cat([scale, scale.new_ones(1)])[:, None]
-            return directions, vectors, directions.to(design.dtype), (vectors * scale).to(design.dtype)
-
-        # The last one takes centred rows to standardised, turned ones.
-        self._outputs, self._inputs, directions, turn = together.run(bases)
-
-        def diagonal() -> list[Tensor]:
-            found = torch.zeros(outputs, dim + 1, dtype=wide, device=design.features.device)
-            others = torch.zeros(dim + 1, dtype=wide, device=design.features.device)
-            for rows, _ in design.chunks(picked):
-                found += loss.along(probabilities(rows), directions).T @ (rows @ turn).square()
-            if rest:
-                for rows, _ in design.chunks(strided):
-                    others += (rows @ turn).square().sum(dim=0)
-            return [found, others]
-
-        found, others = together.sum(diagonal, [(outputs, dim + 1), (dim + 1,)])
-        found = found / count + rest / outputs * others / strides
-        self._diagonal = found.clamp_min(1e-6 * float(found.mean()))  # rows that are all certain leave it regular
-
-    def whitened(self, gradient: Tensor, l2: Tensor) -> Tensor:
-        """The gradient in coordinates in which the Hessian is about the identity."""
-        return self._outputs.T @ gradient @ self._inputs * (self._diagonal + l2).rsqrt()
-
-    def solve(self, gradient: Tensor, l2: Tensor) -> Tensor:
-        turned = self._outputs.T @ gradient @ self._inputs / (self._diagonal + l2)
-        return self._outputs @ turned @ self._inputs.T
+    def _inverted(self, penalty: Tensor) -> Tensor:
+        if self._inverse is None or self._inverse[0] != float(penalty[0]):
+            self._inverse = None  # the last one's memory is free first
+            whole = self._blocks.clone()
+            diagonal = whole.diagonal(dim1=1, dim2=2)
+            diagonal += penalty[-whole.shape[1] :]
+            shift = 4 * torch.finfo(whole.dtype).eps * whole.shape[1] * diagonal.amax(dim=1, keepdim=True)
+            for larger in (1, 99, 9900):  # rounding may leave a block short of regular
+                diagonal += larger * shift
+                factor, failed = torch.linalg.cholesky_ex(whole)
+                if not bool(failed.any()):
+                    break
+            del whole, diagonal
+            self._inverse = float(penalty[0]), torch.cholesky_inverse(factor)
+        return self._inverse[1]
 
 
-def _least_certain(loss: Any, probabilities: Any, wanted: int) -> tuple[Tensor, float]:
-    """Collective: which of this rank's rows are among the `wanted` least certain of all, and the others' mean share."""
-    design, together = loss.design, loss.design.together
+def _threshold(loss: Any, basis: Basis, heaviness: Any, wanted: int) -> Tensor:
+    """Collective: the weight above which each output has about `wanted` rows."""
+    design, together, outputs = loss.design, loss.design.together, loss.outputs
 
-    def look() -> Tensor:
-        parts = [loss.uncertainty(probabilities(rows)) for rows, _ in design.chunks()]
-        uncertain.append(torch.cat(parts) if parts else design.mean.new_zeros(0))
-        return uncertain[0].topk(min(wanted, len(uncertain[0]))).values
+    def look() -> list[Tensor]:
+        counts = torch.zeros(outputs * _STEPS, dtype=torch.long, device=design.features.device)
+        shelves = _STEPS * torch.arange(outputs, device=counts.device)
+        for rows, _ in design.chunks(basis.rows, _few(loss)):
+            down = heaviness(rows).clamp_min_(1e-30).log2_().mul_(-_FINE).long().clamp_(0, _STEPS - 1)
+            counts += torch.bincount((down + shelves).flatten(), minlength=len(counts))
+        return [counts.view(outputs, _STEPS)]
 
-    def remaining() -> list[Tensor]:
-        picked.append((uncertain[0] >= threshold).nonzero().flatten())
-        return [uncertain[0].sum(dtype=together.wide) - uncertain[0][picked[0]].sum(dtype=together.wide)]
+    counts = together.sum(look, [(outputs, _STEPS)])[0]
+    steps = (counts.cumsum(dim=1) * (design.total / basis.count) <= wanted).sum(dim=1)
+    return torch.exp2(-steps / _FINE).to(design.dtype)
 
-    uncertain: list[Tensor] = []
-    picked: list[Tensor] = []
-    top = torch.cat(together.gather(look))
-    # A little lower, so that rows equally uncertain but for rounding are in it together, however rows are spread.
-    threshold = top.topk(min(wanted, len(top))).values[-1] * (1 - 1e-3)
-    rest = float(together.sum(remaining, [()])[0]) / design.total
-    return picked[0], max(0.0, rest)
+
+def _few(loss: Any) -> int:
+    """Rows whose outputs take no more room than a chunk of rows."""
+    return max(16, loss.design.chunk * loss.design.dim // (2 * loss.outputs))
+
+
+def _heaviest(loss: Any, heaviness: Any, least: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Collective: each output's mean weight; this rank's rows above the least, by output, their weights and numbers."""
+    design, together, outputs = loss.design, loss.design.together, loss.outputs
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def look() -> list[Tensor]:
+        total, at = torch.zeros(outputs, dtype=together.wide, device=design.features.device), 0
+        for rows, _ in design.chunks(None, _few(loss)):
+            q = heaviness(rows)
+            total += q.sum(dim=0)
+            row, output = (q > least).nonzero(as_tuple=True)
+            found.append((row + at, output, q[row, output]))
+            at += len(rows)
+        return [total]
+
+    weights = together.sum(look, [(outputs,)])[0] / design.total
+
+    def by_output() -> tuple[Tensor, Tensor, list[int]]:
+        none = design.mean.new_zeros(0)
+        row, output, q = (torch.cat(part) for part in zip((none.long(), none.long(), none), *found, strict=True))
+        order = output.argsort(stable=True)
+        return row[order], q[order], torch.bincount(output, minlength=outputs).tolist()
+
+    which, shares, counts = together.run(by_output)
+    return weights, which, shares, counts
 
 
 def _scaled(design: Any, weight: Tensor) -> Tensor:
@@ -233,7 +315,7 @@ class Descent:
 
     def _direction(self, gradient: Tensor, curvature: Curvature, penalty: Tensor) -> tuple[float, Tensor, float]:
         """The norm of the gradient, whitened by all that is known of the curvature; where to go; the slope there."""
-        norm = float(curvature.whitened(gradient, penalty).norm())
+        norm = max(0.0, float(_dot(gradient, curvature.solve(gradient, penalty)))) ** 0.5
         q = gradient.clone()
         turns = []
         for s, loss_change in reversed(self._pairs):

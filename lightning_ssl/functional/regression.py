@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ssl.distributed import Together
 from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
-from lightning_ssl.functional.descent import Curvature, Descent
+from lightning_ssl.functional.descent import Basis, Curvature, Descent
 from lightning_ssl.functional.products import times_transposed
 
 # Numbers that a few rows and what is made of them may hold at a time on a device: 2^25 floats are 128 MB.
@@ -26,9 +26,11 @@ BUDGET = 2**25
 _SMALL = 2**20
 # The whitened gradient's norm at which the curvature is worth a second look.
 _ROUGH = 0.1
-# The curvature is looked at anew after that many penalties of a path; a first one that is weak is reached by stages.
+# The curvature is looked at anew after that many penalties of a path; the first of them is reached by stages.
 _EVERY = 4
-_STAGES = (900.0, 30.0)
+_STAGES = (100.0, 10.0)
+# Stages are left that much earlier than what was asked for.
+_LOOSE = 20.0
 
 
 class LinearProbeResult(NamedTuple):
@@ -143,18 +145,6 @@ class Classes:
     def probabilities(self, logits: Tensor) -> Tensor:
         return logits.softmax(dim=1)
 
-    def uncertainty(self, p: Tensor) -> Tensor:
-        """The trace of each row's Hessian over outputs."""
-        return 1 - p.square().sum(dim=1)
-
-    def spread(self, p: Tensor) -> Tensor:
-        """The sum over rows of the Hessian over outputs, ``[C, C]``."""
-        return torch.diag(p.sum(dim=0)) - p.T @ p
-
-    def along(self, p: Tensor, directions: Tensor) -> Tensor:
-        """Each row's curvature along directions of the outputs (columns)."""
-        return p @ directions.square() - (p @ directions).square()
-
 
 class Attributes(Classes):
     """A sigmoid and binary cross-entropy for each of several attributes of a row; `labels` are 0 or 1, ``[n, C]``."""
@@ -173,15 +163,6 @@ class Attributes(Classes):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         return logits.sigmoid()
-
-    def uncertainty(self, p: Tensor) -> Tensor:
-        return (p - p.square()).sum(dim=1)
-
-    def spread(self, p: Tensor) -> Tensor:
-        return torch.diag((p - p.square()).sum(dim=0))
-
-    def along(self, p: Tensor, directions: Tensor) -> Tensor:
-        return (p - p.square()) @ directions.square()
 
 
 @torch.no_grad()
@@ -203,8 +184,8 @@ def fit_linear_probe(
     features standardised to mean 0 and variance 1. In scikit-learn's terms :math:`\lambda = 1 / (C N)`. With `labels`
     of several attributes a row, each has its own sigmoid and binary cross-entropy, and the loss is their sum.
 
-    The search is preconditioned by the Hessian's diagonal in the eigenbasis of its Kronecker factors: an order of
-    magnitude fewer steps than on raw features, to the same optimum. Memory beyond the features is bounded.
+    The search is preconditioned by the Hessian's blocks, one a class, along the features' leading directions: an order
+    of magnitude fewer steps than on raw features, to the same optimum. Memory beyond the features is bounded.
 
     Args:
         features: ``[N, d]``.
@@ -285,25 +266,25 @@ def fit_linear_path(
         _check(features, labels, num_classes, together)
         design = Design(features, together, positions, budget, num_classes)
         loss = (Attributes if several else Classes)(design, labels if several else labels.long(), num_classes)
-        descent = Descent(loss)
+        descent, basis = Descent(loss), Basis(design)
         if start is not None:
             descent.begin(together.run(lambda: design.standard(start)))
-        stages = [] if start is not None else [(max(l2) * factor, None) for factor in _STAGES]
+        stages = [] if start is not None else [max(l2) * factor for factor in _STAGES if max(l2) * factor < 0.1]
         wanted = sorted(((value, i) for i, value in enumerate(l2)), reverse=True)
         fitted: dict[int, LinearProbeResult] = {}
         trail: list[tuple[float, Tensor]] = []  # the optimum moves about evenly with the logarithm of the penalty
-        for value, i in [*((value, i) for value, i in stages if value < 0.1), *wanted]:
+        for value, i in [*((value, None) for value in stages), *wanted]:
             if not trail and start is None and tolerance < _ROUGH:
                 # A quarter of the rows, where they are many, is enough to come near.
                 quarter = ((design.positions // 64) % 4 == 0).nonzero().flatten()
                 some = quarter if design.total >= 64 * design.dim else None
-                descent.minimise(value, Curvature(loss), _ROUGH, max_iter, some)
+                descent.minimise(value, Curvature(loss, basis), _ROUGH, max_iter, some)
             if len(trail) >= 2 and trail[-2][0] > trail[-1][0] > value:
                 (first, a), (second, b) = trail[-2:]
                 descent.leap(value, b + (b - a) * (math.log(value / second) / math.log(second / first)))
-            if len(trail) % _EVERY == 0:
-                curvature = Curvature(loss, descent.weight)
-            weight = descent.minimise(value, curvature, tolerance if i is not None else 4 * tolerance, max_iter)
+            if not trail or (i is not None and (len(trail) - len(stages)) % _EVERY == 0):
+                curvature = Curvature(loss, basis, descent.weight)
+            weight = descent.minimise(value, curvature, tolerance if i is not None else _LOOSE * tolerance, max_iter)
             trail = [*trail, (value, weight)]
             if i is not None:
                 fitted[i] = design.raw(weight)

@@ -218,8 +218,10 @@ PLACES = {
     "embedding": (embedding, "_run"),
     "gathering": (evaluation, "_arrange"),
     "similarity": (probes, "_cosines"),
-    "least certain rows": (regression.Classes, "uncertainty"),
-    "preconditioner": (torch.linalg, "eigh"),
+    "principal directions": (torch.linalg, "eigh"),
+    "curvature": (regression.Classes, "probabilities"),
+    "heaviest rows": (torch, "bincount"),
+    "preconditioner": (torch.linalg, "cholesky_ex"),
     "regression": (regression.Classes, "loss"),
 }
 

@@ -338,9 +338,27 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/descent.py",
-        "y = loss_change + penalty * s  # the",
+        "y = torch.addcmul(loss_change, penalty, s)  # the",
         "y = loss_change  # the",
         "tests/functional/test_sharded.py -k path",
+    ),
+    Mutant(
+        "lightning_ssl/functional/descent.py",
+        "rest.clamp_min(0)[:, None] * self._basis.values[-size:]",
+        "0 * self._basis.values[-size:]",
+        "tests/functional/test_descent.py",
+    ),
+    Mutant(
+        "lightning_ssl/functional/descent.py",
+        "diagonal += penalty[-whole.shape[1] :]",
+        "diagonal += penalty[0]",
+        "tests/functional/test_descent.py",
+    ),
+    Mutant(
+        "lightning_ssl/functional/products.py",
+        "x.is_contiguous() or x.T.is_contiguous()",
+        "True",
+        "tests/functional/test_products.py",
     ),
     Mutant(
         "lightning_ssl/functional/spread.py",
