@@ -24,6 +24,7 @@ NOT_LIGHTNINGS = {
     "_foreach_mul",
     "_foreach_mul_",
     "_foreach_norm",
+    "_linear_pointwise",
     "_forward_hooks",
     "_forward_pre_hooks",
     "_reductions",
