@@ -293,12 +293,18 @@ class Together:
         self.rank = rank(group) if self.ranks > 1 else 0
         self.wide = torch.float32 if device.type == "mps" else torch.float64
 
-    def sum(self, make: Callable[[], Sequence[Tensor]], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Collective: the sums of tensors of these shapes over the ranks, in double precision."""
+    def sum(
+        self,
+        make: Callable[[], Sequence[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype | None = None,
+    ) -> list[Tensor]:
+        """Collective: the sums of tensors of these shapes over the ranks, by default in double precision."""
         problem: Exception | None = None
         parts: Sequence[Tensor] = ()
+        dtype = dtype or self.wide
         try:
-            parts = [part.to(self.device, self.wide) for part in make()]
+            parts = [part.to(self.device, dtype) for part in make()]
         except Exception as error:
             if self.ranks == 1:
                 raise
@@ -306,9 +312,9 @@ class Together:
         if self.ranks == 1:
             return list(parts)
         sizes = [math.prod(shape) for shape in shapes]
-        flat = torch.zeros(sum(sizes) + 1, dtype=self.wide, device=self.device)
+        flat = torch.zeros(sum(sizes) + 1, dtype=dtype, device=self.device)
         if parts:
-            flat[:-1] = torch.cat([part.flatten() for part in parts])
+            torch.cat([part.flatten() for part in parts], out=flat[:-1])
         flat[-1] = float(problem is not None)
         _begin("together")
         dist.all_reduce(flat, group=self.group)

@@ -24,7 +24,7 @@ MODULES = sorted(
     }
 )
 SHOWN = ("lightning_ssl.functional.", "lightning_ssl.metrics.")
-TOOLS = ("checks", "connection", "descent", "estimate", "sketch", "_base")  # what those two are made of
+TOOLS = ("checks", "connection", "curvature", "descent", "estimate", "sketch", "_base")  # what those two are made of
 
 
 @pytest.mark.parametrize("name", MODULES)

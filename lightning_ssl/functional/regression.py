@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lightning_ssl.distributed import Together
 from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
-from lightning_ssl.functional.descent import Basis, Curvature, Descent
+from lightning_ssl.functional.curvature import Basis, Curvature
+from lightning_ssl.functional.descent import Descent
 from lightning_ssl.functional.products import times_transposed
 
 # Numbers that a few rows and what is made of them may hold at a time on a device: 2^25 floats are 128 MB.
@@ -29,6 +30,8 @@ _ROUGH = 0.1
 # The curvature is looked at anew after that many penalties of a path; the first of them is reached by stages.
 _EVERY = 4
 _STAGES = (100.0, 10.0)
+# 2^32 by the golden ratio: its multiples come near no fraction.
+_GOLDEN = 2654435769
 # Stages are left that much earlier than what was asked for.
 _LOOSE = 20.0
 
@@ -56,7 +59,7 @@ class Design:
     ) -> None:
         self.features, self.together = features, together
         self.dim = features.shape[1]
-        self.chunk = min(1024 if features.device.type == "cpu" else 2**30, max(16, budget // (2 * self.dim)))
+        self.chunk = min(2048 if features.device.type == "cpu" else 2**30, max(16, budget // (2 * self.dim)))
         self.total, self.positions = place_rows(len(features), together, features.device, positions)
         self.given = torch.promote_types(features.dtype, torch.float32)
         small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
@@ -88,6 +91,10 @@ class Design:
             torch.sub(part, self.mean, out=rows[:, : self.dim])  # in the buffer's precision
             yield rows, which
 
+    def scattered(self, share: float) -> Tensor:
+        """About that share of this rank's rows, spread evenly over all ranks' whatever order or period they have."""
+        return (self.positions * _GOLDEN % 2**32 < share * 2**32).nonzero().flatten()
+
     def raw(self, weight: Tensor) -> LinearProbeResult:
         """Weights ``[C, d + 1]`` of standardised rows in the units of the features."""
         scaled = weight[:, : self.dim] * self.scale
@@ -118,25 +125,18 @@ class Classes:
         self.design, self.labels, self.outputs = design, labels, num_classes
 
     def loss(self, weight: Tensor, some: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sums over this rank's rows of the cross-entropy of logits x W^T, and of its gradient, in one pass.
-
-        With rows of zeros up to a multiple of 16 classes: products of other heights take several times as long.
-        """
-        classes = self.outputs
-        weight = F.pad(weight, (0, 0, 0, -classes % 16))
+        """The sums over this rank's rows of the cross-entropy of logits x W^T, and of its gradient, in one pass."""
         loss = torch.zeros((), dtype=self.design.together.wide, device=weight.device)
         grad = torch.zeros_like(weight, dtype=loss.dtype)
         for rows, which in self.design.chunks(some, BUDGET // (2 * len(weight))):
-            logits = times_transposed(weight, rows)  # C x n
-            z, truth = logits[:classes], self.labels[which][None]
+            z, truth = times_transposed(weight, rows), self.labels[which][None]  # C x n
             z -= z.gather(0, truth)  # relative to the true class
             top = z.amax(dim=0, keepdim=True)
             total = z.sub_(top).exp_().sum(dim=0, keepdim=True)
             loss += (total.log() + top).sum()
             z.div_(total).scatter_add_(0, truth, torch.full_like(top, -1.0))
-            logits[classes:] = 0
-            grad += times_transposed(logits, rows.T)
-        return loss, grad[:classes]
+            grad += times_transposed(z, rows.T)
+        return loss, grad
 
     def settle(self, gradient: Tensor) -> Tensor:
         """Adding one vector to all classes changes nothing: take out what rounding adds in that direction."""
@@ -266,9 +266,10 @@ def fit_linear_path(
         _check(features, labels, num_classes, together)
         design = Design(features, together, positions, budget, num_classes)
         loss = (Attributes if several else Classes)(design, labels if several else labels.long(), num_classes)
-        descent, basis = Descent(loss), Basis(design)
+        basis = Basis(design)
+        descent = Descent(loss, basis)
         if start is not None:
-            descent.begin(together.run(lambda: design.standard(start)))
+            descent.begin(together.run(lambda: design.standard(start) @ basis.vectors))
         stages = [] if start is not None else [max(l2) * factor for factor in _STAGES if max(l2) * factor < 0.1]
         wanted = sorted(((value, i) for i, value in enumerate(l2)), reverse=True)
         fitted: dict[int, LinearProbeResult] = {}
@@ -276,8 +277,7 @@ def fit_linear_path(
         for value, i in [*((value, None) for value in stages), *wanted]:
             if not trail and start is None and tolerance < _ROUGH:
                 # A quarter of the rows, where they are many, is enough to come near.
-                quarter = ((design.positions // 64) % 4 == 0).nonzero().flatten()
-                some = quarter if design.total >= 64 * design.dim else None
+                some = design.scattered(1 / 4) if design.total >= 64 * design.dim else None
                 descent.minimise(value, Curvature(loss, basis), _ROUGH, max_iter, some)
             if len(trail) >= 2 and trail[-2][0] > trail[-1][0] > value:
                 (first, a), (second, b) = trail[-2:]
@@ -287,7 +287,7 @@ def fit_linear_path(
             weight = descent.minimise(value, curvature, tolerance if i is not None else _LOOSE * tolerance, max_iter)
             trail = [*trail, (value, weight)]
             if i is not None:
-                fitted[i] = design.raw(weight)
+                fitted[i] = design.raw(weight @ basis.vectors.T)
                 if descent.left and together.rank == 0:
                     warnings.warn(
                         f"`max_iter={max_iter}` steps were not enough for l2={value:g}: the objective may still fall "

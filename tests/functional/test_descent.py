@@ -1,11 +1,13 @@
 """The search's curvature against Hessians by autograd, and how many looks at the rows it takes."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lightning_ssl.distributed import Together
-from lightning_ssl.functional import descent, fit_linear_probe, regression
+from lightning_ssl.functional import curvature, descent, fit_linear_probe, regression
 
 
 def problem(rows=300, dim=6, outputs=4, several=False):
@@ -33,69 +35,133 @@ def hessian(x, y, weight, penalty):
     return torch.autograd.functional.hessian(objective, weight)
 
 
+def solved(loss, weight, gradient, penalty):
+    """By the curvature there, in standardised coordinates."""
+    basis = curvature.Basis(loss.design)
+    at = None if weight is None else weight @ basis.vectors
+    return curvature.Curvature(loss, basis, at).solve(gradient @ basis.vectors, penalty) @ basis.vectors.T
+
+
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("l2", [1e-4, 0.3])
 def test_curvature_is_the_hessians_blocks(several, l2, monkeypatch):
-    monkeypatch.setattr(descent, "_ROWS", 10**6)  # every row counts itself
+    monkeypatch.setattr(curvature, "_ROWS", 10**6)  # every row counts itself
     loss, x, y, weight = problem(several=several)
     penalty = l2 * torch.ones(7, dtype=torch.float64)
     penalty[-1] = 0
     exact = hessian(x, y, weight, penalty)
-    curvature = descent.Curvature(loss, descent.Basis(loss.design), weight)
     gradient = torch.randn(4, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.stack([torch.linalg.solve(exact[c, :, c], gradient[c]) for c in range(4)])
     # All but a millionth of the mean weight, which keeps blocks regular.
-    torch.testing.assert_close(curvature.solve(gradient, penalty), expected, rtol=1e-3, atol=1e-6)
+    found = solved(loss, weight, gradient, penalty)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
     if several:  # attributes have no part in each other: it is the whole inverse
         whole = torch.linalg.solve(exact.reshape(28, 28), gradient.flatten()).view(4, 7)
-        torch.testing.assert_close(curvature.solve(gradient, penalty), whole, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-6)
 
 
 def test_rows_beyond_the_heaviest_count_by_their_mean():
     loss, x, y, weight = problem(rows=4000)
     penalty = torch.zeros(7, dtype=torch.float64)
     exact = hessian(x, y, weight, penalty)
-    curvature = descent.Curvature(loss, descent.Basis(loss.design), weight)
-    traces = curvature._blocks.diagonal(dim1=1, dim2=2).sum(dim=1)
+    basis = curvature.Basis(loss.design)
+    blocks = curvature.Curvature(loss, basis, weight @ basis.vectors)._blocks
+    traces = blocks.diagonal(dim1=1, dim2=2).sum(dim=1)
     expected = torch.stack([exact[c, :, c].trace() for c in range(4)])
     torch.testing.assert_close(traces, expected, rtol=0.2, atol=0)
     bias = torch.stack([exact[c, -1, c, -1] for c in range(4)])  # the mean weight itself, whichever rows are counted
-    torch.testing.assert_close(curvature._blocks[:, -1, -1], bias, rtol=1e-5, atol=0)
+    torch.testing.assert_close(blocks[:, -1, -1], bias, rtol=1e-5, atol=0)
 
 
 def test_curvature_at_zero_is_the_second_moment():
     loss, x, y, weight = problem(rows=100)  # so few that all are in the basis
     penalty = torch.full((7,), 0.1, dtype=torch.float64)
     exact = hessian(x, y, torch.zeros_like(weight), penalty)
-    curvature = descent.Curvature(loss, descent.Basis(loss.design))
     gradient = torch.randn(4, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.stack([torch.linalg.solve(exact[c, :, c], gradient[c]) for c in range(4)])
-    torch.testing.assert_close(curvature.solve(gradient, penalty), expected)
+    torch.testing.assert_close(solved(loss, None, gradient, penalty), expected)
 
 
 def test_blocks_that_rounding_left_singular_are_mended():
     loss, _, _, weight = problem()
-    curvature = descent.Curvature(loss, descent.Basis(loss.design), weight)
-    curvature._blocks = (
-        -1e-12 * torch.ones_like(curvature._blocks) + torch.diag(torch.tensor([1.0] + 6 * [0.0])).double()
-    )
-    solved = curvature.solve(torch.ones(4, 7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64))
+    known = curvature.Curvature(loss, curvature.Basis(loss.design), weight)
+    known._blocks = -1e-12 * torch.ones_like(known._blocks) + torch.diag(torch.tensor([1.0] + 6 * [0.0])).double()
+    solved = known.solve(torch.ones(4, 7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64))
     assert bool(solved.isfinite().all())
 
 
-def test_few_looks_at_the_rows_are_enough(monkeypatch):
+def test_the_basis_turns_weights_and_gradients_as_autograd_does():
+    loss, x, y, weight = problem()
+    basis = curvature.Basis(loss.design)
+    value, gradient = loss.loss(basis.raw(weight @ basis.vectors), None)
+    variable = weight.clone().requires_grad_()
+    expected = F.cross_entropy(x @ variable.T, y, reduction="sum")
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(basis.along(gradient), torch.autograd.grad(expected, variable)[0] @ basis.vectors)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_direction_is_that_of_the_memorys_whole_matrix(known):
+    """The inverse that L-BFGS stands for, built pair by pair; the newest change by the curvature known or not."""
+    loss, _, _, weight = problem()
+    basis = curvature.Basis(loss.design)
+    search = descent.Descent(loss, basis)
+    kept = curvature.Curvature(loss, basis, weight @ basis.vectors)
+    penalty = 0.01 * torch.ones(7, dtype=torch.float64)
+    penalty[-1] = 0
+    points = 0.3 * torch.randn(4, 4, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    points = [loss.settle(point) for point in points]
+    gradients = [search._at(point)[1] for point in points]
+    for k in range(3):
+        assert search._remember(points[k + 1] - points[k], gradients[k + 1] - gradients[k])
+    whole = [g + penalty * w for g, w in zip(gradients, points, strict=True)]
+
+    eye = torch.eye(28, dtype=torch.float64)
+    inverse = torch.stack([kept.solve(row.view(4, 7), penalty).flatten() for row in eye])
+    steps = [(b - a).flatten() for a, b in pairwise(points)]
+    changes = [(b - a).flatten() for a, b in pairwise(whole)]
+    inverse *= (steps[-1] @ changes[-1]) / (changes[-1] @ inverse @ changes[-1])
+    for s, y in zip(steps, changes, strict=True):
+        off = eye - torch.outer(y, s) / (s @ y)
+        inverse = off.T @ inverse @ off + torch.outer(s, s) / (s @ y)
+    expected = loss.settle((inverse @ whole[-1].flatten()).view(4, 7))
+
+    last = kept.solve(whole[-2], penalty) if known else None
+    norm, direction, slope, solved = search._direction(whole[-1], last, kept, penalty)
+    torch.testing.assert_close(direction, -expected)
+    torch.testing.assert_close(slope, float(-(expected * whole[-1]).sum()))
+    torch.testing.assert_close(solved, kept.solve(whole[-1], penalty))
+    assert norm == pytest.approx(max(float((solved * whole[-1]).sum()), -slope) ** 0.5)
+
+
+@pytest.mark.parametrize("period", [1, 4, 64, 1000, 5000, 256])
+@pytest.mark.parametrize("share", [1 / 4, 0.01])
+def test_scattered_rows_take_a_part_of_everything(period, share):
+    """Rows in order of their classes, or classes by turns: each gives about its share."""
+    design = regression.Design(torch.randn(100_000, 2), Together(torch.device("cpu"), False), None, 2**20)
+    rows = design.scattered(share)
+    assert len(rows) == pytest.approx(share * 100_000, rel=0.01)
+    for labels in (torch.arange(100_000) % period, torch.arange(100_000) // period):
+        size = torch.bincount(labels)
+        found = torch.bincount(labels[rows], minlength=len(size))[size == size.max()]
+        assert bool(((found - share * size.max()).abs() <= 4 + 0.2 * share * size.max()).all())
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_few_looks_at_the_rows_are_enough(ordered, monkeypatch):
     """Classes with rows of their own: 35 looks, and 108 where blocks have one direction."""
     searches = []
 
     class Counted(descent.Descent):
-        def __init__(self, loss):
-            super().__init__(loss)
+        def __init__(self, loss, basis):
+            super().__init__(loss, basis)
             searches.append(self)
 
     monkeypatch.setattr(regression, "Descent", Counted)
     dice = torch.Generator().manual_seed(0)
     centres = torch.randn(40, 16, generator=dice)
     y = torch.randint(40, (6000,), generator=dice)
+    y = y.sort().values if ordered else y
     latent = 0.8 * centres[y] + torch.randn(6000, 16, generator=dice)
     x = torch.relu(latent @ torch.randn(16, 64, generator=dice) + torch.randn(6000, 64, generator=dice))
     fit_linear_probe(x, y, 40)

@@ -1,0 +1,216 @@
+"""The curvature of linear models' losses: the Hessian's blocks, one an output, in the features' own directions."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ssl.functional.products import times_transposed
+
+# Numbers that the Hessian's blocks may hold: 2^24 floats are 64 MB, and their inverses as much again.
+_BLOCKS = 2**24
+# Rows that count themselves in a block, for each of its dimensions.
+_ROWS = 4
+# Weights of rows are told apart by that many steps an octave, so many steps down.
+_FINE, _STEPS = 4, 160
+
+
+class Basis:
+    """The principal directions of the standardised features, ascending, and the place of the bias after them.
+
+    Args:
+        design: The rows; see :class:`lightning_ssl.functional.regression.Design`.
+    """
+
+    def __init__(self, design: Any) -> None:
+        together, dim = design.together, design.dim
+        share = 8 * (dim + 1) / design.total  # a few rows for each dimension; of few rows all
+        self.rows: Tensor = together.run(lambda: design.scattered(share if share < 0.5 else 1.0))
+
+        def second_moment() -> list[Tensor]:
+            gram = torch.zeros(dim + 1, dim + 1, dtype=together.wide, device=design.features.device)
+            for rows, _ in design.chunks(self.rows):
+                gram += times_transposed(rows.T, rows.T)
+            return [gram[:dim, :dim], torch.tensor(float(len(self.rows)))]
+
+        gram, self.count = together.sum(second_moment, [(dim, dim), ()])
+
+        def turn() -> tuple[Tensor, Tensor, Tensor]:
+            values, vectors = torch.linalg.eigh(gram / self.count * design.scale * design.scale[:, None])
+            whole = torch.eye(dim + 1, dtype=together.wide, device=gram.device)
+            whole[:dim, :dim] = vectors
+            scale = torch.cat([design.scale, design.scale.new_ones(1)])[:, None]
+            return torch.cat([values.clamp_min(0), values.new_ones(1)]), whole, (whole * scale).to(design.dtype)
+
+        self.values, self.vectors, self.turn = together.run(turn)
+
+    def raw(self, weight: Tensor) -> Tensor:
+        """Weights along the directions, for rows that are centred but not scaled, as the loss takes them."""
+        return times_transposed(weight.to(self.turn), self.turn)
+
+    def along(self, gradient: Tensor) -> Tensor:
+        """A gradient in such weights, along the directions."""
+        return times_transposed(gradient.to(self.turn), self.turn.T).to(gradient)
+
+
+class Curvature:
+    """About the inverse of the loss's Hessian at a point, for any penalty.
+
+    The Hessian is the mean over rows of B_n ⊗ x_n x_n^T, with B_n that of the loss in the outputs. Its blocks on the
+    diagonal, one an output, are means of x x^T with weights q = p (1 - p), which single out other directions for each
+    output. They are taken as they are along the leading principal directions of the features, as many as `_BLOCKS`
+    allows, and beyond these as the mean of q times the features' second moment. Of the rows the heaviest count
+    themselves in their output's block, the others by their mean. What couples outputs is left to the search's memory.
+
+    Args:
+        loss: What is minimised; see :class:`lightning_ssl.functional.regression.Classes`.
+        basis: Of the same rows.
+        weight: Where the curvature is taken, along the directions, ``[C, d + 1]``; by default at zero, where there is
+            nothing but q's mean.
+    """
+
+    def __init__(self, loss: Any, basis: Basis, weight: Tensor | None = None) -> None:
+        design = loss.design
+        self._basis, self._dtype = basis, design.dtype
+        # As many directions as there is memory for, and no more than pay: the blocks cost a look or two at all rows.
+        room = _BLOCKS // loss.outputs
+        most = design.dim if design.dim**2 <= min(room, design.total) else math.isqrt(min(room, design.total // 2))
+        self._leading = 0 if weight is None else max(1, min(design.dim, most))
+        self._inverse: tuple[float, Tensor] | None = None
+        if weight is None:
+            even = design.together.run(lambda: loss.probabilities(design.mean.new_zeros(1, loss.outputs)))
+            self._settle((even - even.square())[0].to(basis.values))
+            return
+        raw = design.together.run(lambda: basis.raw(weight))
+
+        def heaviness(rows: Tensor) -> Tensor:
+            p = loss.probabilities(times_transposed(rows, raw))
+            return torch.addcmul(p, p, p, value=-1)
+
+        least = _threshold(loss, basis, heaviness, _ROWS * self._leading)
+        weights, which, shares, counts = _heaviest(loss, heaviness, least)
+        self._settle(weights)
+        self._blocks = self._moments(loss, which, shares, counts)
+
+    def _settle(self, weights: Tensor) -> None:
+        self._weights = weights
+        self._floor = 1e-6 * float(weights.mean() * self._basis.values[:-1].mean())
+
+    def _moments(self, loss: Any, which: Tensor, shares: Tensor, counts: list[int]) -> Tensor:
+        """Collective: the blocks, a few outputs at a time."""
+        design, together = loss.design, loss.design.together
+        size = self._leading + 1
+        width = max(1, _BLOCKS // 8 // size**2)  # outputs at a time
+        starts = [0, *accumulate(counts)]
+
+        def prepare() -> tuple[Tensor, Tensor]:
+            turn = self._basis.turn[:, -size:].T.contiguous()
+            return turn, turn.new_empty(loss.outputs, size, size)
+
+        turn, blocks = together.run(prepare)
+
+        def moments(outputs: range) -> list[Tensor]:
+            found = torch.zeros(len(outputs), size, size, dtype=design.dtype, device=design.features.device)
+            heavy = found.new_zeros(len(outputs))
+            for i, output in enumerate(outputs):
+                at = starts[output]
+                for rows, _ in design.chunks(which[at : starts[output + 1]]):
+                    share = shares[at : at + len(rows)]
+                    y = times_transposed(rows, turn)
+                    found[i] += times_transposed((y * share[:, None]).T, y.T)
+                    heavy[i] += share.sum()
+                    at += len(rows)
+            return [found, heavy]
+
+        rest = self._weights.clone()
+        for first in range(0, loss.outputs, width):
+            some = range(first, min(first + width, loss.outputs))
+            shapes = [(len(some), size, size), (len(some),)]
+            found, heavy = together.sum(lambda some=some: moments(some), shapes, design.dtype)
+            torch.div(found, design.total, out=blocks[some.start : some.stop])
+            rest[some.start : some.stop] -= heavy / design.total
+        # What the other rows weigh, and a little that keeps rows which are all certain regular.
+        rest = rest.clamp_min(0)[:, None] * self._basis.values[-size:] + 1e-6 * self._weights.mean()
+        blocks.diagonal(dim1=1, dim2=2).add_(rest)
+        return blocks
+
+    def solve(self, gradient: Tensor, penalty: Tensor) -> Tensor:
+        """The inverse times a gradient along the directions, for a penalty of each of them."""
+        size = self._leading + 1 if self._leading else 0
+        cut = gradient.shape[1] - size
+        plain = self._weights[:, None] * self._basis.values[:cut]
+        solved = torch.empty_like(gradient)
+        torch.div(gradient[:, :cut], plain.clamp_min_(self._floor).add_(penalty[:cut]), out=solved[:, :cut])
+        if size:
+            leading = gradient[:, None, cut:].to(self._dtype)
+            solved[:, cut:] = torch.bmm(leading, self._inverted(penalty))[:, 0]
+        return solved
+
+    def _inverted(self, penalty: Tensor) -> Tensor:
+        if self._inverse is None or self._inverse[0] != float(penalty[0]):
+            self._inverse = None  # the last one's memory is free first
+            whole = self._blocks.clone()
+            diagonal = whole.diagonal(dim1=1, dim2=2)
+            diagonal += penalty[-whole.shape[1] :]
+            shift = 4 * torch.finfo(whole.dtype).eps * whole.shape[1] * diagonal.amax(dim=1, keepdim=True)
+            for larger in (1, 99, 9900):  # rounding may leave a block short of regular
+                diagonal += larger * shift
+                factor, failed = torch.linalg.cholesky_ex(whole)
+                if not bool(failed.any()):
+                    break
+            del whole, diagonal
+            self._inverse = float(penalty[0]), torch.cholesky_inverse(factor)
+        return self._inverse[1]
+
+
+def _threshold(loss: Any, basis: Basis, heaviness: Any, wanted: int) -> Tensor:
+    """Collective: the weight above which each output has about `wanted` rows."""
+    design, together, outputs = loss.design, loss.design.together, loss.outputs
+
+    def look() -> list[Tensor]:
+        counts = torch.zeros(outputs * _STEPS, dtype=torch.long, device=design.features.device)
+        shelves = _STEPS * torch.arange(outputs, device=counts.device)
+        for rows, _ in design.chunks(basis.rows, _few(loss)):
+            down = heaviness(rows).clamp_min_(1e-30).log2_().mul_(-_FINE).long().clamp_(0, _STEPS - 1)
+            counts += torch.bincount((down + shelves).flatten(), minlength=len(counts))
+        return [counts.view(outputs, _STEPS)]
+
+    counts = together.sum(look, [(outputs, _STEPS)])[0]
+    steps = (counts.cumsum(dim=1) * (design.total / basis.count) <= wanted).sum(dim=1)
+    return torch.exp2(-steps / _FINE).to(design.dtype)
+
+
+def _few(loss: Any) -> int:
+    """Rows whose outputs take no more room than a chunk of rows."""
+    return max(16, loss.design.chunk * loss.design.dim // (2 * loss.outputs))
+
+
+def _heaviest(loss: Any, heaviness: Any, least: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Collective: each output's mean weight; this rank's rows above the least, by output, their weights and numbers."""
+    design, together, outputs = loss.design, loss.design.together, loss.outputs
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def look() -> list[Tensor]:
+        total, at = torch.zeros(outputs, dtype=together.wide, device=design.features.device), 0
+        for rows, _ in design.chunks(None, _few(loss)):
+            q = heaviness(rows)
+            total += q.sum(dim=0)
+            row, output = (q > least).nonzero(as_tuple=True)
+            found.append((row + at, output, q[row, output]))
+            at += len(rows)
+        return [total]
+
+    weights = together.sum(look, [(outputs,)])[0] / design.total
+
+    def by_output() -> tuple[Tensor, Tensor, list[int]]:
+        none = design.mean.new_zeros(0)
+        row, output, q = (torch.cat(part) for part in zip((none.long(), none.long(), none), *found, strict=True))
+        order = output.argsort(stable=True)
+        return row[order], q[order], torch.bincount(output, minlength=outputs).tolist()
+
+    which, shares, counts = together.run(by_output)
+    return weights, which, shares, counts
