@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -75,7 +76,7 @@ class Curvature:
 
     def __init__(self, loss: Any, basis: Basis, weight: Tensor | None = None) -> None:
         design = loss.design
-        self._basis, self._dtype = basis, design.dtype
+        self._basis = basis
         # As many directions as there is memory for, and no more than pay: the blocks cost a look or two at all rows.
         room = _BLOCKS // loss.outputs
         most = design.dim if design.dim**2 <= min(room, design.total) else math.isqrt(min(room, design.total // 2))
@@ -85,10 +86,10 @@ class Curvature:
             even = design.together.run(lambda: loss.probabilities(design.mean.new_zeros(1, loss.outputs)))
             self._settle((even - even.square())[0].to(basis.values))
             return
-        raw = design.together.run(lambda: basis.raw(weight))
+        raw = cache(lambda: basis.raw(weight))
 
         def heaviness(rows: Tensor) -> Tensor:
-            p = loss.probabilities(times_transposed(rows, raw))
+            p = loss.probabilities(times_transposed(rows, raw()))
             return torch.addcmul(p, p, p, value=-1)
 
         least = _threshold(loss, basis, heaviness, _ROWS * self._leading)
@@ -139,15 +140,14 @@ class Curvature:
         return blocks
 
     def solve(self, gradient: Tensor, penalty: Tensor) -> Tensor:
-        """The inverse times a gradient along the directions, for a penalty of each of them."""
+        """The inverse times a gradient along the directions, for a penalty of each of them, in the rows' precision."""
         size = self._leading + 1 if self._leading else 0
         cut = gradient.shape[1] - size
-        plain = self._weights[:, None] * self._basis.values[:cut]
+        plain = self._weights.to(gradient)[:, None] * self._basis.values[:cut].to(gradient)
         solved = torch.empty_like(gradient)
         torch.div(gradient[:, :cut], plain.clamp_min_(self._floor).add_(penalty[:cut]), out=solved[:, :cut])
         if size:
-            leading = gradient[:, None, cut:].to(self._dtype)
-            solved[:, cut:] = torch.bmm(leading, self._inverted(penalty))[:, 0]
+            solved[:, cut:] = torch.bmm(gradient[:, None, cut:], self._inverted(penalty))[:, 0]
         return solved
 
     def _inverted(self, penalty: Tensor) -> Tensor:

@@ -32,11 +32,12 @@ class Descent:
     def __init__(self, loss: Any, basis: Basis) -> None:
         design = loss.design
         self._loss, self._basis, self._together = loss, basis, design.together
-        self._shape = loss.outputs, design.dim + 1
+        self._shape, self._dtype = (loss.outputs, design.dim + 1), design.dtype
         self.weight = torch.zeros(self._shape, dtype=self._together.wide, device=design.features.device)
         self._penalised = torch.ones(self._shape[1], dtype=self.weight.dtype, device=self.weight.device)
         self._penalised[-1] = 0
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # steps, and changes of the loss's gradient
+        # Steps, and changes of the loss's gradient, in the precision of the rows: they only say where to go.
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         self._value: Tensor | None = None
         self._gradient: Tensor | None = None
         self._ahead: tuple[float, Tensor, float, Tensor]  # what :meth:`_direction` found last
@@ -135,7 +136,7 @@ class Descent:
     def _remember(self, step: Tensor, change: Tensor) -> bool:
         rises = bool(_dot(step, change) > 0)
         if rises:
-            self._pairs = [*self._pairs[1 - _HISTORY :], (step, change)]
+            self._pairs = [*self._pairs[1 - _HISTORY :], (step.to(self._dtype), change.to(self._dtype))]
         return rises
 
     def _direction(
@@ -145,9 +146,10 @@ class Descent:
 
         And what the curvature makes of the gradient, which is the `last` of the next call.
         """
-        q = solved = curvature.solve(gradient, penalty)
+        penalty = penalty.to(self._dtype)
+        q = solved = curvature.solve(gradient.to(self._dtype), penalty)
         if self._pairs:
-            q, turns = gradient.clone(), []
+            q, turns = gradient.to(self._dtype, copy=True), []
             for s, change in reversed(self._pairs):
                 y = torch.addcmul(change, penalty, s)  # the penalty's own part exactly, whatever it was at that step
                 along = 1 / _dot(s, y)
@@ -159,6 +161,6 @@ class Descent:
             q = curvature.solve(q, penalty).div_(turns[0][0] * _dot(y, newest))
             for (s, change), (along, part) in zip(self._pairs, reversed(turns), strict=True):
                 q.addcmul_(part - along * _dot(torch.addcmul(change, penalty, s), q), s)
-        q = self._loss.settle(q)
+        q = self._loss.settle(q.to(gradient))
         slope = -float(_dot(q, gradient))
-        return max(0.0, float(_dot(gradient, solved)), -slope) ** 0.5, -q, slope, solved
+        return max(0.0, float(_dot(gradient, solved.to(gradient))), -slope) ** 0.5, -q, slope, solved
