@@ -44,8 +44,10 @@ def check_rows(x: Tensor, name: str, min_rows: int = 1, nonzero: bool = False) -
         return
     # One reduction on the device: a non-finite entry makes the row's sum of magnitudes non-finite.
     wide = torch.promote_types(x.dtype, torch.float32)
-    parts = x.detach().split(max(1, 2**22 // x.shape[1]))  # a few rows at a time: `abs` is a copy
-    magnitude = torch.cat([part.abs().sum(dim=1, dtype=wide) for part in parts])
+    few = max(1, 2**22 // x.shape[1])  # rows at a time: `abs` is a copy, always in the same place
+    magnitude, copy = x.new_empty(len(x), dtype=wide), torch.empty_like(x.detach()[:few])
+    for part, sums in zip(x.detach().split(few), magnitude.split(few), strict=True):
+        torch.sum(torch.abs(part, out=copy[: len(part)]), dim=1, dtype=wide, out=sums)
     if not bool(magnitude.isfinite().all()):
         raise ValueError(f"`{name}` has {_rows(~magnitude.isfinite())}; drop them or find where they come from")
     if nonzero and bool((magnitude == 0).any()):

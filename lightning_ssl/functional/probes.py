@@ -163,6 +163,7 @@ def _nearest(
             parts.append(Neighbours(cosines, positions[at + columns], labels[at + columns]))
         found = Neighbours(*(torch.cat(part) for part in zip(*parts, strict=True)))
         best = found if not at else _merge([best, found], slice(None), k)
+        del unit  # before there is another one
     return best
 
 
