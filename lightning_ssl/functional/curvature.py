@@ -34,8 +34,9 @@ class Basis:
 
         def second_moment() -> list[Tensor]:
             gram = torch.zeros(dim + 1, dim + 1, dtype=together.wide, device=design.features.device)
-            for rows, _ in design.chunks(self.rows):
-                gram += times_transposed(rows.T, rows.T)
+            for rows, _ in design.chunks(self.rows):  # directions of equal spread turn with the last digit
+                rows = rows.to(gram)
+                gram.addmm_(rows.T, rows)
             return [gram[:dim, :dim], torch.tensor(float(len(self.rows)))]
 
         gram, self.count = together.sum(second_moment, [(dim, dim), ()])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Generator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,9 +14,17 @@ from lightning_ssl.functional.curvature import Basis, Curvature
 # Pairs of steps and changes of the gradient that are kept.
 _HISTORY = 20
 
+# Of the rows: their loss, its gradient and their number.
+Sums: TypeAlias = list[Tensor] | None
+Search: TypeAlias = Generator[Tensor, Sums, None]
+
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.flatten(), b.flatten())
+
+
+def _penalised(value: Tensor, weight: Tensor, penalty: Tensor) -> float:
+    return float(value + 0.5 * (penalty * weight.square()).sum())
 
 
 class Descent:
@@ -40,43 +48,19 @@ class Descent:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._value: Tensor | None = None
         self._gradient: Tensor | None = None
-        self._ahead: tuple[float, Tensor, float, Tensor]  # what :meth:`_direction` found last
         self.evaluations = 0.0  # in passes over all rows
         self.left = 0.0  # about how far the objective has still to fall, where the steps were not enough
 
     def begin(self, weight: Tensor) -> None:
-        """Go on from here, unless zero is better."""
-        at_zero, _ = self._at(self.weight)
-        value, gradient = self._at(weight)
-        if bool(value < at_zero):
-            self.weight, self._value, self._gradient = weight, value, gradient
+        """Collective: go on from here, unless zero is better."""
 
-    def _evaluate(self, point: Callable[[], Tensor | None], some: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        """Collective: the mean loss and its gradient at a point that each rank finds for itself, or none.
+        def search() -> Search:
+            at_zero, _ = self._mean((yield self.weight))
+            value, gradient = self._mean((yield weight))
+            if bool(value < at_zero):
+                self.weight, self._value, self._gradient = weight, value, gradient
 
-        To find it and to add up are one exchange: what goes wrong in either is known to all ranks after it.
-        """
-        design = self._loss.design
-
-        def make() -> list[Tensor]:
-            weight = point()
-            if weight is None:
-                return [self.weight.new_zeros(()), torch.zeros_like(self.weight), self.weight.new_tensor(math.nan)]
-            loss, gradient = self._loss.loss(self._basis.raw(weight), some)
-            count = len(design.features) if some is None else len(some)
-            return [loss, self._basis.along(gradient), torch.tensor(float(count))]
-
-        loss, gradient, rows = self._together.sum(make, [(), self._shape, ()])
-        count = float(rows)
-        if math.isnan(count):
-            return None
-        self.evaluations += count / design.total
-        return loss / count, self._loss.settle(gradient / count)
-
-    def _at(self, weight: Tensor, some: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        found = self._evaluate(lambda: weight, some)
-        assert found is not None  # there is a point
-        return found
+        self._drive(search())
 
     def minimise(
         self, l2: float, curvature: Curvature, tolerance: float, max_iter: int, some: Tensor | None = None
@@ -85,53 +69,86 @@ class Descent:
 
         With `some`, only of those rows; what was learnt of them is then forgotten but for the weights.
         """
-        penalty = l2 * self._penalised
-        if self._value is None or self._gradient is None or some is not None:
-            self._value, self._gradient = self._at(self.weight, some)
-        value, gradient = self._value, self._gradient
         self.left = 0.0
-        last: Tensor | None = None  # the gradient before the newest pair, by the same curvature
-
-        def ahead() -> Tensor | None:
-            self._ahead = self._direction(gradient + penalty * self.weight, last, curvature, penalty)
-            norm, direction, slope, _ = self._ahead
-            return None if norm <= tolerance or not slope < 0 else self.weight + direction
-
-        for _ in range(max_iter):
-            new = self._evaluate(ahead, some)
-            norm, direction, slope, solved = self._ahead
-            before, step = float(value + 0.5 * (penalty * self.weight.square()).sum()), 1.0
-            while new is not None:
-                weight = self.weight + step * direction
-                after = float(new[0] + 0.5 * (penalty * weight.square()).sum())
-                rise = after - before
-                if rise <= 1e-4 * step * slope or step < 1e-6:
-                    break
-                guess = -slope * step**2 / (2 * (rise - slope * step)) if rise == rise else 0.0
-                step = min(max(guess, 0.1 * step), 0.5 * step)
-                new = self._at(self.weight + step * direction, some)
-            if new is None or not after < before:  # there, or rounding is all that is left
-                break
-            last = solved if self._remember(step * direction, new[1] - gradient) else None
-            self.weight, (value, gradient) = weight, new
-        else:
-            self.left = norm**2 / 2
-        if some is None:
-            self._value, self._gradient = value, gradient
-        else:
+        if some is not None:
+            self._value = self._gradient = None
+        self._drive(self._descend(l2 * self._penalised, curvature, tolerance, max_iter), some)
+        if some is not None:
             self._pairs, self._value, self._gradient = [], None, None
         return self.weight
 
     def leap(self, l2: float, weight: Tensor) -> None:
         """Collective: go on from another point, if the objective is lower there."""
-        if self._value is None or self._gradient is None:
-            return
         penalty = l2 * self._penalised
-        value, gradient = self._at(weight)
-        here = self._value + 0.5 * (penalty * self.weight.square()).sum()
-        if bool(value + 0.5 * (penalty * weight.square()).sum() < here):
-            self._remember(weight - self.weight, gradient - self._gradient)
+
+        def search() -> Search:
+            if self._value is None or self._gradient is None:
+                return
+            value, gradient = self._mean((yield weight))
+            if _penalised(value, weight, penalty) < _penalised(self._value, self.weight, penalty):
+                self._remember(weight - self.weight, gradient - self._gradient)
+                self.weight, self._value, self._gradient = weight, value, gradient
+
+        self._drive(search())
+
+    def _drive(self, search: Search, some: Tensor | None = None) -> None:
+        """Collective: hand a search the sums over all rows at the points that it asks for, until it asks for no more.
+
+        What it does in between, every rank does alike, and in one exchange with the look at the rows that follows:
+        whatever goes wrong on any rank is known to all of them after it.
+        """
+        design, sums = self._loss.design, None
+        shapes: list[tuple[int, ...]] = [(), self._shape, ()]
+
+        def make() -> list[Tensor]:
+            try:
+                weight = search.send(sums)
+            except StopIteration:  # no number of rows
+                return [self.weight.new_full(shape, math.nan) for shape in shapes]
+            loss, gradient = self._loss.loss(self._basis.raw(weight), some)
+            return [loss, gradient, torch.tensor(float(len(design.features) if some is None else len(some)))]
+
+        while True:
+            sums = self._together.sum(make, shapes)
+            rows = float(sums[2])
+            if math.isnan(rows):
+                return
+            self.evaluations += rows / design.total
+
+    def _mean(self, sums: Sums) -> tuple[Tensor, Tensor]:
+        """The mean loss and its gradient along the directions, from the sums over rows.
+
+        Turned after the sum over ranks: theirs are large where the sum is nearly zero.
+        """
+        assert sums is not None  # a point was asked for
+        loss, gradient, rows = sums
+        return loss / rows, self._loss.settle(self._basis.along(gradient / rows))
+
+    def _descend(self, penalty: Tensor, curvature: Curvature, tolerance: float, max_iter: int) -> Search:
+        if self._value is None or self._gradient is None:
+            self._value, self._gradient = self._mean((yield self.weight))
+        last: Tensor | None = None  # the gradient before the newest pair, by the same curvature
+        for _ in range(max_iter):
+            norm, direction, slope, solved = self._direction(
+                self._gradient + penalty * self.weight, last, curvature, penalty
+            )
+            if norm <= tolerance or not slope < 0:
+                return
+            before, step = _penalised(self._value, self.weight, penalty), 1.0
+            while True:
+                weight = self.weight + step * direction
+                value, gradient = self._mean((yield weight))
+                after = _penalised(value, weight, penalty)
+                rise = after - before
+                if rise <= 1e-4 * step * slope or step < 1e-6:
+                    break
+                guess = -slope * step**2 / (2 * (rise - slope * step)) if rise == rise else 0.0
+                step = min(max(guess, 0.1 * step), 0.5 * step)
+            if not after < before:  # rounding is all that is left
+                return
+            last = solved if self._remember(step * direction, gradient - self._gradient) else None
             self.weight, self._value, self._gradient = weight, value, gradient
+        self.left = norm**2 / 2
 
     def _remember(self, step: Tensor, change: Tensor) -> bool:
         rises = bool(_dot(step, change) > 0)

@@ -76,7 +76,7 @@ class Design:
         total = torch.zeros(self.dim, dtype=self.together.wide, device=self.features.device)
         for rows, _ in self.chunks():
             x = rows[:, : self.dim]
-            total += (x.square() if squared else x).sum(dim=0)
+            total += (x.square() if squared else x).sum(dim=0, dtype=total.dtype)
         return total
 
     def chunks(self, some: Tensor | None = None, chunk: int | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:

@@ -100,6 +100,17 @@ def test_the_basis_turns_weights_and_gradients_as_autograd_does():
     torch.testing.assert_close(basis.along(gradient), torch.autograd.grad(expected, variable)[0] @ basis.vectors)
 
 
+def at(search, point):
+    """The mean loss and its gradient at a point."""
+    found = []
+
+    def look():
+        found.extend(search._mean((yield point)))
+
+    search._drive(look())
+    return found
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_direction_is_that_of_the_memorys_whole_matrix(known):
     """The inverse that L-BFGS stands for, built pair by pair; the newest change by the curvature known or not."""
@@ -111,7 +122,7 @@ def test_a_direction_is_that_of_the_memorys_whole_matrix(known):
     penalty[-1] = 0
     points = 0.3 * torch.randn(4, 4, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     points = [loss.settle(point) for point in points]
-    gradients = [search._at(point)[1] for point in points]
+    gradients = [at(search, point)[1] for point in points]
     for k in range(3):
         assert search._remember(points[k + 1] - points[k], gradients[k + 1] - gradients[k])
     whole = [g + penalty * w for g, w in zip(gradients, points, strict=True)]

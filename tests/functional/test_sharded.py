@@ -6,7 +6,16 @@ import torch
 from sklearn.linear_model import LogisticRegression, Ridge
 
 from lightning_ssl.distributed import RankError, Together
-from lightning_ssl.functional import fit_linear_path, fit_linear_probe, fit_ridge, knn_predict, knn_scores, probes
+from lightning_ssl.functional import (
+    curvature,
+    fit_linear_path,
+    fit_linear_probe,
+    fit_ridge,
+    knn_predict,
+    knn_scores,
+    probes,
+    regression,
+)
 from tests.ddp import run_ranks
 
 CLASSES, DIM = 6, 10
@@ -58,6 +67,27 @@ def test_ranks_agree_with_one_process(ranks, case):
         assert torch.equal(ranked, whole[asked])
         for ours, theirs in zip(fitted, weights, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def _wide(rank, ranks):
+    dice = torch.Generator().manual_seed(0)
+    labels = torch.randint(50, (20_000,), generator=dice)
+    latent = torch.randn(50, 32, generator=dice)[labels] + torch.randn(20_000, 32, generator=dice)
+    rows = torch.relu(latent @ torch.randn(32, 256, generator=dice) + torch.randn(20_000, 256, generator=dice))
+    own = cut(len(rows), "dealt", rank, ranks)
+    fitted = fit_linear_probe(rows[own], labels[own], 50, 1e-5, sharded=True, positions=own)
+    design = regression.Design(rows[own], Together(rows.device), own, 2**20)
+    leading = curvature.Basis(design).vectors[:, -100:]
+    return fitted, leading @ leading.T
+
+
+def test_weak_penalties_and_directions_of_equal_spread():
+    """Most of the 256 are noise of one variance: which of them are taken for leading ones hangs on the last digit."""
+    (weight, bias), leading = _wide(0, 1)
+    for fitted, same in run_ranks(2, _wide):
+        torch.testing.assert_close(fitted.weight, weight, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(fitted.bias, bias, rtol=0, atol=1e-5 * float(bias.abs().max()))
+        torch.testing.assert_close(same, leading, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 2**25])
