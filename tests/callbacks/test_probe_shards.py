@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ssl.callbacks import KNNProbe, LinearProbe, Probe
 from lightning_ssl.callbacks._engine import embedding
-from lightning_ssl.functional import fit_linear_probe, probes, regression
+from lightning_ssl.functional import descent, fit_linear_probe, probes, regression
 from lightning_ssl.metrics import LinearProbeAccuracy, evaluation
 from tests.callbacks import strangers
 from tests.callbacks.harness import History, ddp_trainer, trainer
@@ -223,6 +223,7 @@ PLACES = {
     "heaviest rows": (torch, "bincount"),
     "preconditioner": (torch.linalg, "cholesky_ex"),
     "regression": (regression.Classes, "loss"),
+    "memory of steps": (descent.Descent, "_remember"),
 }
 
 
