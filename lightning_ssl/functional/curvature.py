@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ssl.functional.products import times_transposed
@@ -119,13 +120,13 @@ class Curvature:
             found = torch.zeros(len(outputs), size, size, dtype=design.dtype, device=design.features.device)
             heavy = found.new_zeros(len(outputs))
             for i, output in enumerate(outputs):
-                at = starts[output]
-                for rows, _ in design.chunks(which[at : starts[output + 1]]):
-                    share = shares[at : at + len(rows)]
+                own, spare = slice(*starts[output : output + 2]), -counts[output] % 64
+                share = F.pad(shares[own], (0, spare))  # some of no weight: see `times_transposed`
+                parts = design.chunks(F.pad(which[own], (0, spare)))
+                for (rows, _), part in zip(parts, share.split(design.chunk), strict=False):  # no rows are one part
                     y = times_transposed(rows, turn)
-                    found[i] += times_transposed((y * share[:, None]).T, y.T)
-                    heavy[i] += share.sum()
-                    at += len(rows)
+                    found[i] += times_transposed((y * part[:, None]).T, y.T)
+                heavy[i] = share.sum()
             return [found, heavy]
 
         rest = self._weights.clone()

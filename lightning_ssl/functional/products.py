@@ -12,7 +12,8 @@ def times_transposed(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b.T`` of matrices, outside the graph.
 
     On processors torch takes products of float32 from MKL, which leaves half the width of AVX-512 unused where the
-    vendor is not its own; oneDNN, in the same package, does not. Both round in single precision.
+    vendor is not its own; oneDNN, in the same package, does not. Both round in single precision. It keeps a program of
+    some hundred kilobytes for each shape that it has met, up to a thousand of them: let there be few.
 
     Example:
         >>> times_transposed(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]))

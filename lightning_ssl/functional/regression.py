@@ -64,6 +64,8 @@ class Design:
         self.given = torch.promote_types(features.dtype, torch.float32)
         small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
         self.dtype = torch.float64 if small else self.given
+        few = min(self.chunk, len(features) + -len(features) % 64)  # the curvature takes rows by 64
+        self._buffer = together.run(lambda: features.new_ones(few, self.dim + 1, dtype=self.dtype))
         self.mean = torch.zeros(self.dim, dtype=self.dtype, device=features.device)
         sums = together.sum(lambda: [self._column_sums(squared=False)], [(self.dim,)])[0]
         self.mean = (sums / self.total).to(self.dtype)
@@ -80,14 +82,13 @@ class Design:
         return total
 
     def chunks(self, some: Tensor | None = None, chunk: int | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
-        """Centred rows with a last column of ones, a few at a time in one buffer, and which they are."""
+        """Centred rows with a last column of ones, a few at a time and always in one place, and which they are."""
         chunk = min(chunk or self.chunk, self.chunk)
         count = len(self.features) if some is None else len(some)
-        buffer = torch.ones(min(chunk, count), self.dim + 1, dtype=self.dtype, device=self.features.device)
         for start in range(0, count, chunk):
             which = slice(start, start + chunk) if some is None else some[start : start + chunk]
             part = self.features[which]
-            rows = buffer[: len(part)]
+            rows = self._buffer[: len(part)]
             torch.sub(part, self.mean, out=rows[:, : self.dim])  # in the buffer's precision
             yield rows, which
 

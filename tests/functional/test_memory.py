@@ -19,6 +19,13 @@ CASES = {
         "from lightning_ssl.functional.checks import check_rows;"
         "x = torch.randn(200_000, 768); peak(lambda: check_rows(x, 'x', nonzero=True))",
     ),
+    # Blocks of 500 classes and their inverses are 134 MB.
+    "fit_linear_probe": (
+        400,
+        "import warnings; warnings.simplefilter('ignore'); torch.manual_seed(0);"
+        "x, y = torch.randn(40_000, 512), torch.randint(500, (40_000,));"
+        "peak(lambda: F.fit_linear_probe(x, y, 500, 4e-3, max_iter=2, tolerance=0.0))",
+    ),
     "knn_predict": (
         400,
         "bank, y = torch.randn(50_000, 512), torch.randint(0, 10, (50_000,));"

@@ -384,6 +384,12 @@ MUTANTS = [
         "design.dim**2 <= 0",
         "tests/functional/test_descent.py -k few_looks",
     ),
+    Mutant(
+        "lightning_ssl/functional/curvature.py",
+        "-counts[output] % 64",
+        "0",
+        "tests/functional/test_memory.py -k linear",
+    ),
     Mutant(  # rows in the order of their classes
         "lightning_ssl/functional/regression.py",
         "(self.positions * _GOLDEN % 2**32 < share * 2**32)",
