@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_ssl._lightning import is_a, logging_step
+from lightning_ssl.callbacks._engine.batch import inputs_and_label
 from lightning_ssl.callbacks._engine.embedding import (
     Features,
     Reader,
@@ -26,27 +27,23 @@ from lightning_ssl.callbacks._engine.embedding import (
 )
 from lightning_ssl.callbacks._engine.layout import Layout, check_layout, puts_sequences_first, rows_of, settle
 from lightning_ssl.callbacks._engine.places import check_path
-from lightning_ssl.callbacks._engine.probe_data import (
-    Sharded,
-    as_loader,
-    inputs_and_label,
-    one_sample,
-    own_samples,
-    shard,
-)
+from lightning_ssl.callbacks._engine.probe_data import Sharded, as_loader, one_sample, own_samples, shard
 from lightning_ssl.callbacks._engine.ranks import all_ranks_evaluate, ranks_of
 from lightning_ssl.callbacks._engine.record import first_tensor, silence
 from lightning_ssl.callbacks._engine.replay import evaluation_mode
 from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now
+from lightning_ssl.callbacks._engine.stream import Stream, is_split, marks_of
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.callbacks.watcher import undisturbed
-from lightning_ssl.distributed import Together, agree
+from lightning_ssl.distributed import Together, agree, gather_objects
 from lightning_ssl.functional.regression import BUDGET
 from lightning_ssl.metrics.evaluation import Shard, Targets, place
 
 __all__ = ["Features", "Probe", "Shard", "shard"]
 
 ProbeLoaders = Sequence[Any]  # of two DataLoaders, Datasets or iterables
+_SPLITS = ("train", "test")
+_REPEATED = 0.05  # of a stream's samples; datasets hold some twice
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -79,8 +76,8 @@ class Probe(Diagnostic):
     Args:
         encoder: Dotted path of the submodule that the images, tokens or series enter.
         data: A DataModule with `probe_dataloaders`, or a pair of train and test sets that yield clean images with
-            labels: DataLoaders, Datasets (Hugging Face's too) or iterables, the same on all ranks; by default the
-            trainer's DataModule. Each rank embeds its own share.
+            labels: DataLoaders, Datasets (Hugging Face's too) or iterables; by default the trainer's DataModule. Each
+            rank embeds its own share, of iterables also where they are split between the ranks already.
         num_classes: By default the DataModule's, or as many as the labels name.
         every_n_epochs: Probe at the end of every n-th epoch and of the last.
         every_n_steps: Probe before every n-th training step as well.
@@ -132,6 +129,7 @@ class Probe(Diagnostic):
         self.features, self.layout, self.baseline = features, layout, baseline
         self.targets, self.dtype, self.num_samples = targets, dtype, num_samples
         self._layout: str | None = None
+        self._split: dict[str, bool] = {}  # of streams, whether each rank has its own part
         self._trying = False  # on a few rows, before training
 
     def evaluate(
@@ -174,20 +172,30 @@ class Probe(Diagnostic):
             self._check_data(trainer)
 
     def _check_data(self, trainer: L.Trainer) -> None:
-        """Look at one sample of each split, so that bad data ends the run before it starts, on all ranks."""
-        problem = ""
+        """Collective: look at a sample of each split, so that bad data ends the run before it starts, on all ranks."""
+        problem, first = "", {}
         try:
-            for split, loader in zip(("train", "test"), self._loaders(trainer), strict=True):
+            for split, loader in zip(_SPLITS, self._loaders(trainer), strict=True):
                 with isolate_rng():
                     batch = next(iter(one_sample(loader)), None)
                 if batch is not None:
                     inputs_and_label(batch, split, self.targets)
                 elif ranks_of(trainer) == 1:
                     problem = f"the probe's {split} set is empty; pass `data=` with samples"
+                if isinstance(loader, Stream):
+                    first[split] = [] if batch is None else marks_of(batch)
         except (MisconfigurationException, ValueError) as error:
             problem = str(error)
-        if not self._agree(trainer, not problem):
-            raise MisconfigurationException(f"{self._who}: {problem or 'another rank could not read the probe data'}")
+        except Exception as error:  # also what reads a file may fail on one rank alone
+            problem = f"the probe data cannot be read: {type(error).__name__}: {error}"
+        every = gather_objects((problem, first)) if ranks_of(trainer) > 1 else [(problem, first)]
+        if not problem and not any(words for words, _ in every):
+            try:
+                self._split = {split: is_split([marks[split] for _, marks in every]) for split in first}
+                return
+            except ValueError as error:
+                problem = str(error)
+        raise MisconfigurationException(f"{self._who}: {problem or 'another rank could not read the probe data'}")
 
     # When ----------------------------------------------------------------------------------------------------------
 
@@ -347,16 +355,19 @@ class Probe(Diagnostic):
         self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, probes: Sequence[Probe]
     ) -> dict[tuple[Any, ...], Shard] | None:
         """Collective: the shards of one pass over a split for several probes, or None and a warning."""
-        shares, loaders = self._shares(trainer), self._loaders(trainer)
+        shares, loader = self._shares(trainer), self._loaders(trainer)[split == "test"]
         shares.ran_out = False
 
         def make() -> dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]:
             readers = [probe._reader(pl_module) for probe in probes]
-            loader, pieces = loaders[split == "test"], 2**shares.halvings
+            pieces = 2**shares.halvings
             return embed(trainer, pl_module, self._holder(trainer), loader, split, readers, self.targets, pieces)
 
         try:
-            return place(self.together(trainer), make)
+            found = place(self.together(trainer), make)
+            if isinstance(loader, Stream):
+                self._look_at(loader, split, trainer)
+            return found
         except torch.distributed.DistError:
             raise
         except Exception as error:
@@ -364,6 +375,25 @@ class Probe(Diagnostic):
             if len(probes) == 1 or shares.ran_out:
                 self._failed(trainer, error)
             return None
+
+    def _look_at(self, stream: Stream, split: str, trainer: L.Trainer) -> None:
+        """Collective: say what a stream did not give, or gave twice."""
+        parts = self.together(trainer).gather(lambda: torch.tensor(stream.marks, dtype=torch.long))
+        marks = torch.cat(parts)
+        again = len(marks) - len(marks.unique())
+        if again > _REPEATED * len(marks):
+            self.warn(
+                f"`data`: many samples of the {split} stream were read more than once, so that others are missing: all "
+                "ranks must read it in the same order (not shuffled), or each a part of its own, and so must the "
+                "workers of a loader: ",
+                f"{again} of {len(marks)}",
+            )
+        if stream.samples is not None and not trainer.fast_dev_run and len(marks) < stream.samples:  # type: ignore[attr-defined]
+            self.warn(
+                f"`num_samples`: the {split} stream ended before the stated number, of which each rank that has a part "
+                "of its own is to take its share; state what there is, or nothing to take all: ",
+                f"{len(marks)} of {stream.samples} samples",
+            )
 
     def _holder(self, trainer: L.Trainer) -> Any:
         """The DataModule whose transfer hooks apply."""
@@ -489,7 +519,8 @@ class Probe(Diagnostic):
                 f"`data` must be a DataModule or a pair (train_loader, test_loader), got {type(data).__name__}"
             )
         samples = self.num_samples or (None, None)
-        return [as_loader(part, n) for part, n in zip(data, samples, strict=True)]
+        splits = [self._split.get(split, False) for split in _SPLITS]
+        return [as_loader(part, n, split) for part, n, split in zip(data, samples, splits, strict=True)]
 
     def _prepare(self, trainer: L.Trainer, data: L.LightningDataModule) -> None:
         """Collective: download on one rank of each machine, then set up on all."""

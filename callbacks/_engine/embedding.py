@@ -12,9 +12,10 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 
+from lightning_ssl.callbacks._engine.batch import inputs_and_label
 from lightning_ssl.callbacks._engine.layout import Layouts
 from lightning_ssl.callbacks._engine.places import find_module
-from lightning_ssl.callbacks._engine.probe_data import inputs_and_label, own_samples, shard, transferred
+from lightning_ssl.callbacks._engine.probe_data import own_samples, shard, transferred
 from lightning_ssl.callbacks._engine.record import copied, first_tensor
 from lightning_ssl.distributed import Together, is_in_pieces
 from lightning_ssl.metrics.evaluation import Shard, Targets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,15 +17,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    default_collate,
 )
 
 from lightning_ssl._lightning import overrides
-from lightning_ssl.callbacks._engine.record import first_tensor
-from lightning_ssl.metrics.evaluation import Targets
-
-_IMAGE_KEYS = ("image", "images", "img", "x", "input", "inputs", "pixel_values", "data")
-_LABEL_KEYS = ("label", "labels", "target", "targets", "y", "class")
+from lightning_ssl.callbacks._engine.batch import batch_index, collate, inputs_and_label
+from lightning_ssl.callbacks._engine.stream import Grouped, Stream
 
 
 class Sharded:
@@ -35,45 +31,21 @@ class Sharded:
         self.loader = loader
 
 
-class Stream:
-    """A loader that can only be run through: the first `samples` of it, the same on all ranks, which take turns."""
-
-    def __init__(self, loader: Any, samples: int | None) -> None:
-        self.loader, self.samples = loader, samples
-
-
-def as_loader(part: Any, samples: int | None) -> Any:
+def as_loader(part: Any, samples: int | None, split: bool = False) -> Any:
     """A loader for what a user gives: a loader, a Dataset, a Hugging Face dataset, anything to iterate over."""
     if isinstance(part, IterableDataset) or not (isinstance(part, DataLoader) or hasattr(part, "__len__")):
         if not hasattr(part, "__iter__"):
             raise MisconfigurationException(
                 f"`data` must hold loaders, datasets or iterables, got {type(part).__name__}; pass a DataLoader"
             )
-        first = None if isinstance(part, IterableDataset) else part
-        return Stream(first or DataLoader(part, batch_size=256, collate_fn=collate), samples)
+        return Stream(Grouped(part) if isinstance(part, IterableDataset) else part, samples, split)
     if isinstance(part, DataLoader) and isinstance(part.dataset, IterableDataset):
-        return Stream(part, samples)
-    batches = isinstance(part, (DataLoader, list, tuple))
-    if not batches and (isinstance(part, Dataset) or hasattr(part, "__getitem__")):
+        return Stream(part, samples, split)
+    if isinstance(part, DataLoader):
+        return part
+    if not isinstance(part, (list, tuple)) and (isinstance(part, Dataset) or hasattr(part, "__getitem__")):
         return DataLoader(part, batch_size=256, collate_fn=collate)
-    return part
-
-
-def collate(samples: list[Any]) -> Any:
-    """Torch's own, with pictures as tensors between 0 and 1: a Hugging Face dataset yields them as they are."""
-    return default_collate([_without_pictures(sample) for sample in samples])
-
-
-def _without_pictures(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_pictures(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)([_without_pictures(item) for item in value]) if type(value) in (tuple, list) else value
-    if type(value).__module__.startswith("PIL."):
-        from torchvision.transforms.functional import pil_to_tensor
-
-        return pil_to_tensor(value.convert("RGB")).float() / 255
-    return value
+    return Stream(part, samples, split)
 
 
 def own_samples(trainer: L.Trainer, loader: Any) -> int | None:
@@ -106,20 +78,8 @@ def shard(trainer: L.Trainer, loader: Any) -> Iterator[tuple[Any, Tensor]]:
                 index = rank + world_size * torch.arange(seen, seen + size)
                 seen += size
             yield batch, index
-    elif (
-        isinstance(loader, Stream) or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
-    ):
-        seen, stream = 0, loader if isinstance(loader, Stream) else Stream(loader, None)
-        for number, batch in enumerate(_limited(stream.loader, limit)):  # the same stream on all ranks: take turns
-            size = len(inputs_and_label(batch, "probe", None)[1])
-            if number % world_size == rank:
-                places = torch.arange(seen, seen + size)
-                if stream.samples is not None:
-                    places[places >= stream.samples] = -1  # past the stated number: left out
-                yield batch, places
-            seen += size
-            if stream.samples is not None and seen >= stream.samples:
-                return
+    elif isinstance(loader, Stream):
+        yield from loader.own(_limited(loader.loader, limit), rank, world_size)
     else:
         own = _positions(loader)[rank::world_size]
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 64
@@ -163,69 +123,6 @@ def one_sample(loader: Any) -> Any:
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return _reload(loader, _positions(loader)[:1], 1, num_workers=0)
     return loader.loader if isinstance(loader, (Sharded, Stream)) else loader
-
-
-def inputs_and_label(
-    batch: Any, split: str, targets: Targets | None = "class"
-) -> tuple[Tensor | dict[str, Any], Tensor]:
-    """What enters the encoder, and the labels [N] or [N, C]: the first two of a tuple, or a dict's by name.
-
-    A dict without an image (token ids, say) enters as keyword arguments, without its labels.
-    """
-    inputs: Any = None
-    label: Any = None
-    if isinstance(batch, Mapping):
-        label = next((batch[key] for key in _LABEL_KEYS if key in batch), None)
-        inputs = next((batch[key] for key in _IMAGE_KEYS if key in batch), None)
-        if inputs is None:
-            inputs = {key: value for key, value in batch.items() if key not in (*_LABEL_KEYS, "index")}
-    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        inputs, label = batch[0], batch[1]
-    if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
-        inputs = inputs[0]
-    first = first_tensor(inputs, floating=False) if isinstance(inputs, (Tensor, Mapping)) else None
-    if first is None or not first.ndim:
-        raise MisconfigurationException(
-            f"the probe's {split} loader must yield (image, label) or a dict with both, one clean image tensor a "
-            f"batch; got {_describe(batch)}"
-        )
-    if isinstance(label, Tensor) and label.ndim == 1 and targets == "continuous":
-        label = label[:, None]
-    n = len(first)
-    right = {
-        "class": f"an integer tensor [{n}]",
-        "multilabel": f"a tensor of zeros and ones [{n}, classes]",
-        "continuous": f"a floating-point tensor [{n}] or [{n}, targets]",
-    }
-    if not isinstance(label, Tensor) or not label.ndim or (targets is not None and not _fits(label, targets)):
-        raise MisconfigurationException(
-            f"the probe's {split} loader yields no labels: {right[targets or 'class']} must follow the image; "
-            f"got {_describe(batch)}"
-        )
-    return dict(inputs) if isinstance(inputs, Mapping) else inputs, label
-
-
-def _fits(label: Tensor, targets: Targets) -> bool:
-    if targets == "class":
-        return not label.is_floating_point() and label.ndim == 1
-    if targets == "multilabel":
-        return label.ndim == 2
-    return label.is_floating_point() and label.ndim == 2
-
-
-def batch_index(batch: Any) -> Tensor | None:
-    index = batch.get("index") if isinstance(batch, Mapping) else getattr(batch, "index", None)
-    return index if isinstance(index, Tensor) else None
-
-
-def _describe(batch: Any) -> str:
-    if isinstance(batch, Tensor):
-        return f"a tensor {tuple(batch.shape)} of {batch.dtype}"
-    if isinstance(batch, Mapping):
-        return "a dict of " + ", ".join(f"{key}: {_describe(value)}" for key, value in batch.items())
-    if isinstance(batch, (tuple, list)):
-        return f"a {type(batch).__name__} of (" + ", ".join(_describe(value) for value in batch[:4]) + ")"
-    return type(batch).__name__
 
 
 def transferred(batch: Any, pl_module: L.LightningModule, holder: Any, convert: Callable[[Any], Any]) -> Any:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from PIL import Image
 from sklearn.linear_model import Ridge
 from sklearn.metrics import average_precision_score, r2_score
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_ssl.callbacks import KNNProbe, LinearProbe, Probe
-from lightning_ssl.callbacks._engine import embedding
+from lightning_ssl.callbacks._engine import embedding, stream
 from lightning_ssl.functional import descent, fit_linear_probe, probes, regression
 from lightning_ssl.metrics import LinearProbeAccuracy, evaluation
 from tests.callbacks import strangers
@@ -95,6 +97,101 @@ class Stream(IterableDataset):
         while True:
             yield self.dataset[i % len(self.dataset)]
             i += 1
+
+
+class Part(IterableDataset):
+    """Some samples of a dataset, in an order; a few at a time where it is to yield batches."""
+
+    def __init__(self, dataset, order, batch=None):
+        self.dataset, self.order, self.batch = dataset, order, batch
+
+    def __iter__(self):
+        samples = [self.dataset[i] for i in self.order]
+        if self.batch is None:
+            return iter(samples)
+        return (default_collate(samples[i : i + self.batch]) for i in range(0, len(samples), self.batch))
+
+
+class Digest(Probe):
+    """Changes with any sample, its label and its place."""
+
+    def evaluate(self, train, test, num_classes, trainer):
+        places = [1 + torch.arange(len(part.rows)) for part in (train, test)]
+        both = zip((train, test), places, strict=True)
+        return {"train_rows": len(train.rows)} | {
+            f"rows_{i}": (part.rows.sum(dim=1) * at * (1 + part.labels)).sum() for i, (part, at) in enumerate(both)
+        }
+
+
+def _streamed(rank, ranks, form):
+    """A probe of streams that each rank reads in its own way, and what was said."""
+    torch.manual_seed(0)
+    data = [loader.dataset for loader in pair()]
+    form, _, number = form.partition(" ")
+    orders = {
+        "split": [range(rank, len(part), ranks) for part in data],
+        "shuffled": [
+            torch.randperm(len(part), generator=torch.Generator().manual_seed(rank)).tolist() for part in data
+        ],
+    }.get(form, [range(len(part)) for part in data])
+    data = [Part(part, order, 3 if form == "batches" else None) for part, order in zip(data, orders, strict=True)]
+    if form == "lists":
+        data = [[default_collate(list(part))] for part in data]
+    stated = (int(number), 24) if number else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = ddp_trainer(rank, ranks, [Digest("backbone", data, num_samples=stated)])
+        run.validate(strangers.MeanLoss(), strangers.loader(strangers.Pairs(8)), verbose=False)
+    told = [str(w.message) for w in caught if "Digest" in str(w.message)]
+    return {key: float(value) for key, value in run.callback_metrics.items() if "rows" in key}, told
+
+
+@pytest.mark.parametrize("form", ["same", "split", "batches", "lists", "same 48"])
+def test_streams_are_read_once_whether_ranks_share_or_split_them(form):
+    expected, _ = _streamed(0, 1, "same")
+    for values, told in run_ranks(2, _streamed, form):
+        assert values == pytest.approx(expected, rel=1e-5) and not told
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [("shuffled", r"`data`: many samples of the train stream.*: 48 of 96"), ("same 60", "`num_samples`.*48 of 60")],
+)
+def test_streams_that_are_not_what_they_are_taken_for_are_named(form, words):
+    (_, told), _ = run_ranks(2, _streamed, form)
+    assert any(re.search(words, line) for line in told), told
+
+
+@pytest.mark.parametrize("form", ["same", "split"])
+def test_a_stated_number_is_what_is_taken(form):
+    expected, told = _streamed(0, 1, "same 30")
+    assert not told and expected["val/train_rows"] == 30
+    for values, told in run_ranks(2, _streamed, f"{form} 30"):
+        assert values == pytest.approx(expected, rel=1e-5) and not told
+
+
+def test_ranks_that_share_a_part_of_a_stream_are_refused():
+    assert stream.is_split([[1, 2], [3, 4]]) and not stream.is_split([[1, 2], [1, 2]])
+    with pytest.raises(ValueError, match="each rank a part of its own"):
+        stream.is_split([[1, 2], [1, 2], [3, 4]])
+
+
+def _one_cannot_read(rank, ranks):
+    class Broken(Part):
+        def __iter__(self):
+            raise OSError("the disk is gone")
+
+    data = [(Broken if rank else Part)(loader.dataset, range(9)) for loader in pair()]
+    with pytest.raises(MisconfigurationException) as refused:
+        ddp_trainer(rank, ranks, [KNNProbe("backbone", data)]).validate(
+            strangers.MeanLoss(), strangers.loader(strangers.Pairs(8)), verbose=False
+        )
+    return str(refused.value)
+
+
+def test_data_that_one_rank_cannot_read_ends_the_run_on_all():
+    well, broken = run_ranks(2, _one_cannot_read)
+    assert "another rank could not read" in well and "OSError: the disk is gone" in broken
 
 
 class Table:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssl.data import ImageDataModule
 from lightning_ssl.runs.cli import main
 from lightning_ssl.runs.own_data import chosen
+from tests.callbacks.test_probe_shards import Digest
 from tests.data.test_image import QUIET, WEIGHTS_ONLY, Recorder
 from tests.test_cli import SHORT
 
@@ -230,3 +231,43 @@ def test_from_the_command_line_and_again(form, tmp_path, monkeypatch, capsys):
     main(["embed", "runs/first", "--output", "all.npz"])
     with np.load("all.npz") as file:
         assert len(file["features"]) == 26 and sorted(set(file["label"])) == [0, 1, 2]
+
+
+def samples(folder, form):
+    """Train and test data for a probe, as users of those packages write it."""
+    if form.startswith("hf"):
+        datasets = pytest.importorskip("datasets")
+        root = hugging_face(folder, "splits").removeprefix("hf/")
+        both = datasets.load_from_disk(root).rename_columns({"picture": "image", "kind": "label"})
+        parts = both["train"], both["validation"]
+        return [part.to_iterable_dataset() for part in parts] if form == "hf iterable" else parts
+    wds = pytest.importorskip("webdataset")
+    shards(folder)
+    names = [[str(folder / f"train-00{i}.tar") for i in range(2)], str(folder / "test-000.tar")]
+    plain = [wds.WebDataset(name, shardshuffle=False).decode("torchrgb").to_tuple("png", "cls") for name in names]
+    if form == "wds batches":
+        return [wds.WebLoader(part.batched(3), batch_size=None) for part in plain]
+    return plain
+
+
+@pytest.mark.parametrize("form", ["hf", "hf iterable", "wds", "wds batches"])
+def test_probes_read_what_the_packages_yield(form, tmp_path):
+    pixels, test = (part.tensors for part in in_memory())
+    expected = probed([TensorDataset(x / 255, y) for x, y in (pixels, test)])
+    assert len(expected) == 3 and expected["val/train_rows"] == 20
+    assert probed(samples(tmp_path / "d", form), num_samples=(20, 6)) == pytest.approx(expected, rel=1e-5)
+
+
+def probed(data, **kwargs):
+    class Mean(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.backbone = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 5, stride=5), torch.nn.Flatten())
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    trainer = L.Trainer(callbacks=[Digest("backbone", data, **kwargs)], **QUIET)
+    trainer.validate(Mean(), DataLoader(TensorDataset(torch.zeros(1))), verbose=False)
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}

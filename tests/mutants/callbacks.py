@@ -225,4 +225,34 @@ MUTANTS = [
         "if True:",
         "tests/callbacks/test_engine.py -k micro_batches",
     ),
+    Mutant(  # each rank's own part of a stream
+        "callbacks/_engine/stream.py",
+        "return len(different) > 1",
+        "return False",
+        "tests/callbacks/test_probe_shards.py -k share_or_split",
+    ),
+    Mutant(
+        "callbacks/_engine/stream.py",
+        "-(-self.samples // ranks)",
+        "self.samples",
+        "tests/callbacks/test_probe_shards.py -k stated_number",
+    ),
+    Mutant(
+        "callbacks/_engine/stream.py",
+        "x.ndim >= 2 and x.ndim != 3 and len(x) == len(label)",
+        "False",
+        "tests/callbacks/test_probe_shards.py -k share_or_split",
+    ),
+    Mutant(
+        "callbacks/probe.py",
+        "again > _REPEATED * len(marks)",
+        "again > len(marks)",
+        "tests/callbacks/test_probe_shards.py -k taken_for",
+    ),
+    Mutant(
+        "callbacks/probe.py",
+        "except Exception as error:  # also what reads a file may fail on one rank alone",
+        "except KeyError as error:",
+        "tests/callbacks/test_probe_shards.py -k cannot_read",
+    ),
 ]
