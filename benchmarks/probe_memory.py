@@ -16,7 +16,8 @@ import torch.distributed as dist
 from benchmarks._bench import Row, Section, in_ranks, main, peak_memory
 from lightning_ssl.functional import fit_linear_probe, knn_predict
 
-CONSTANT = 0.8  # GB: chunks of rows and similarities, and the weights of 20 steps
+CONSTANT = 0.6  # GB: chunks of rows and similarities, the classes' blocks, and the weights of 20 steps
+WEIGHTS = 2 * 20 * 4 + 8 * 8  # bytes for each class and feature: what is remembered of 20 steps, and the search's own
 STEPS = 22  # of each stage of the regression: more than it remembers
 
 
@@ -67,11 +68,13 @@ def run(tiny: bool = False) -> Section:
     notes = []
     for kind in ("kNN", "regression"):
         (large, big), (small, little) = above[kind, 1], above[kind, 2 if tiny else 4]
-        slope = (large - small) / max(1e-9, big - little)
+        slope = max(0.0, large - small) / max(1e-9, big - little)
         eight = 1.28e6 * 2048 * 4 / 8 / 1e9
+        wider = 0.0 if kind == "kNN" else WEIGHTS * 1000 * (2048 - dim) / 1e9  # the weights of more features
         notes.append(
             f"{kind}: {small - slope * little:.2f} GB and {slope:.2f} of the shard; for 1.28 million x 2048 on eight "
-            f"ranks, {eight:.2f} GB each, {small + slope * (eight - little):.2f} GB above it."
+            f"ranks, {eight:.2f} GB each, {small + slope * (eight - little) + wider:.2f} GB above it"
+            + (f", of which {wider:.2f} for the weights of more features." if wider else ".")
         )
     return Section(table, notes)
 

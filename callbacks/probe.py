@@ -543,6 +543,7 @@ def _alternating(part: Shard, targets: Targets) -> Shard:
 
 def _multiplications_a_second(device: torch.device) -> float:
     x = torch.ones(512, 512, device=device)
+    float((x @ x)[0, 0])  # the first one wakes libraries
     began = time.perf_counter()
     float((x @ x)[0, 0])
     return float(512**3 / max(1e-6, time.perf_counter() - began))

@@ -23,7 +23,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.flatten(), b.flatten())
 
 
-def _penalised(value: Tensor, weight: Tensor, penalty: Tensor) -> float:
+def _objective(value: Tensor, weight: Tensor, penalty: Tensor) -> float:
     return float(value + 0.5 * (penalty * weight.square()).sum())
 
 
@@ -85,7 +85,7 @@ class Descent:
             if self._value is None or self._gradient is None:
                 return
             value, gradient = self._mean((yield weight))
-            if _penalised(value, weight, penalty) < _penalised(self._value, self.weight, penalty):
+            if _objective(value, weight, penalty) < _objective(self._value, self.weight, penalty):
                 self._remember(weight - self.weight, gradient - self._gradient)
                 self.weight, self._value, self._gradient = weight, value, gradient
 
@@ -134,11 +134,11 @@ class Descent:
             )
             if norm <= tolerance or not slope < 0:
                 return
-            before, step = _penalised(self._value, self.weight, penalty), 1.0
+            before, step = _objective(self._value, self.weight, penalty), 1.0
             while True:
                 weight = self.weight + step * direction
                 value, gradient = self._mean((yield weight))
-                after = _penalised(value, weight, penalty)
+                after = _objective(value, weight, penalty)
                 rise = after - before
                 if rise <= 1e-4 * step * slope or step < 1e-6:
                     break

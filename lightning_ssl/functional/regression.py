@@ -260,6 +260,8 @@ def fit_linear_path(
         raise ValueError("`l2` must hold at least one penalty, got none")
     for value in l2:
         check_positive(value, "l2")
+    if max_iter < 1:
+        raise ValueError(f"`max_iter` must be at least 1, got {max_iter}")
     together = sharded if isinstance(sharded, Together) else Together(features.device, sharded)
     with torch.inference_mode(False):  # a caller's inference mode would forbid in-place updates
         labels = labels.to(features.device).clone()

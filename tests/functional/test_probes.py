@@ -112,6 +112,8 @@ def test_a_probe_that_ran_out_of_steps_says_so():
     labels = (x @ torch.randn(8, 3, generator=dice, dtype=torch.float64)).argmax(dim=1)
     with pytest.warns(UserWarning, match=r"`max_iter=3` steps were not enough for l2=1e-08"):
         fit_linear_probe(x, labels, 3, l2=1e-8, max_iter=3)
+    with pytest.raises(ValueError, match="`max_iter` must be at least 1, got 0"):
+        fit_linear_probe(x, labels, 3, max_iter=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit_linear_probe(x, labels, 3, l2=1e-2)
