@@ -32,7 +32,7 @@ from lightning_ssl.callbacks._engine.ranks import all_ranks_evaluate, ranks_of
 from lightning_ssl.callbacks._engine.record import first_tensor, silence
 from lightning_ssl.callbacks._engine.replay import evaluation_mode
 from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now
-from lightning_ssl.callbacks._engine.stream import Stream, is_split, marks_of
+from lightning_ssl.callbacks._engine.stream import Stream, is_split, marks_of, read_by_several
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.callbacks.watcher import undisturbed
 from lightning_ssl.distributed import Together, agree, gather_objects
@@ -378,21 +378,19 @@ class Probe(Diagnostic):
 
     def _look_at(self, stream: Stream, split: str, trainer: L.Trainer) -> None:
         """Collective: say what a stream did not give, or gave twice."""
-        parts = self.together(trainer).gather(lambda: torch.tensor(stream.marks, dtype=torch.long))
-        marks = torch.cat(parts)
-        again = len(marks) - len(marks.unique())
-        if again > _REPEATED * len(marks):
+        parts = self.together(trainer).gather(lambda: [torch.tensor(stream.marks, dtype=torch.long), stream.taken])
+        again, taken = read_by_several([marks for marks, _ in parts]), sum(number for _, number in parts)
+        if again > _REPEATED * taken:
             self.warn(
-                f"`data`: many samples of the {split} stream were read more than once, so that others are missing: all "
-                "ranks must read it in the same order (not shuffled), or each a part of its own, and so must the "
-                "workers of a loader: ",
-                f"{again} of {len(marks)}",
+                f"`data`: samples of the {split} stream were read by several ranks, so that others may be missing: all "
+                "ranks must read it in the same order (not shuffled), or each a part of its own: ",
+                f"{again} of {taken}",
             )
-        if stream.samples is not None and not trainer.fast_dev_run and len(marks) < stream.samples:  # type: ignore[attr-defined]
+        if stream.samples is not None and not trainer.fast_dev_run and taken < stream.samples:  # type: ignore[attr-defined]
             self.warn(
                 f"`num_samples`: the {split} stream ended before the stated number, of which each rank that has a part "
                 "of its own is to take its share; state what there is, or nothing to take all: ",
-                f"{len(marks)} of {stream.samples} samples",
+                f"{taken} of {stream.samples} samples",
             )
 
     def _holder(self, trainer: L.Trainer) -> Any:
@@ -520,7 +518,8 @@ class Probe(Diagnostic):
             )
         samples = self.num_samples or (None, None)
         splits = [self._split.get(split, False) for split in _SPLITS]
-        return [as_loader(part, n, split) for part, n, split in zip(data, samples, splits, strict=True)]
+        parts = zip(data, samples, splits, strict=True)
+        return [as_loader(part, n, split, self.targets) for part, n, split in parts]
 
     def _prepare(self, trainer: L.Trainer, data: L.LightningDataModule) -> None:
         """Collective: download on one rank of each machine, then set up on all."""

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from lightning_ssl._lightning import overrides
 from lightning_ssl.callbacks._engine.batch import batch_index, collate, inputs_and_label
 from lightning_ssl.callbacks._engine.stream import Grouped, Stream
+from lightning_ssl.metrics.evaluation import Targets
 
 
 class Sharded:
@@ -31,14 +32,14 @@ class Sharded:
         self.loader = loader
 
 
-def as_loader(part: Any, samples: int | None, split: bool = False) -> Any:
+def as_loader(part: Any, samples: int | None, split: bool = False, targets: Targets = "class") -> Any:
     """A loader for what a user gives: a loader, a Dataset, a Hugging Face dataset, anything to iterate over."""
     if isinstance(part, IterableDataset) or not (isinstance(part, DataLoader) or hasattr(part, "__len__")):
         if not hasattr(part, "__iter__"):
             raise MisconfigurationException(
                 f"`data` must hold loaders, datasets or iterables, got {type(part).__name__}; pass a DataLoader"
             )
-        return Stream(Grouped(part) if isinstance(part, IterableDataset) else part, samples, split)
+        return Stream(Grouped(part, targets) if isinstance(part, IterableDataset) else part, samples, split)
     if isinstance(part, DataLoader) and isinstance(part.dataset, IterableDataset):
         return Stream(part, samples, split)
     if isinstance(part, DataLoader):

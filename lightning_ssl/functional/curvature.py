@@ -42,14 +42,23 @@ class Basis:
 
         gram, self.count = together.sum(second_moment, [(dim, dim), ()])
 
-        def turn() -> tuple[Tensor, Tensor, Tensor]:
-            values, vectors = torch.linalg.eigh(gram / self.count * design.scale * design.scale[:, None])
-            whole = torch.eye(dim + 1, dtype=together.wide, device=gram.device)
-            whole[:dim, :dim] = vectors
-            scale = torch.cat([design.scale, design.scale.new_ones(1)])[:, None]
-            return torch.cat([values.clamp_min(0), values.new_ones(1)]), whole, (whole * scale).to(design.dtype)
+        def turn() -> list[Tensor]:  # on one rank: another's processor may round otherwise
+            if together.rank:
+                return [gram.new_zeros(dim), torch.zeros_like(gram)]
+            # All rows' features have a variance of one, those of few rows may not: one far out turns it all.
+            spread = gram.diagonal().sqrt()
+            spread = torch.where((spread > 0) & (design.scale > 0), 1 / spread, 0)
+            return list(torch.linalg.eigh(gram * spread * spread[:, None]))
 
-        self.values, self.vectors, self.turn = together.run(turn)
+        values, vectors = together.sum(turn, [(dim,), (dim, dim)])
+
+        def whole() -> tuple[Tensor, Tensor, Tensor]:
+            every = torch.eye(dim + 1, dtype=together.wide, device=gram.device)
+            every[:dim, :dim] = vectors
+            scale = torch.cat([design.scale, design.scale.new_ones(1)])[:, None]
+            return torch.cat([values.clamp_min(0), values.new_ones(1)]), every, (every * scale).to(design.dtype)
+
+        self.values, self.vectors, self.turn = together.run(whole)
 
     def raw(self, weight: Tensor) -> Tensor:
         """Weights along the directions, for rows that are centred but not scaled, as the loss takes them."""

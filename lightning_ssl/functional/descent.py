@@ -77,13 +77,15 @@ class Descent:
             self._pairs, self._value, self._gradient = [], None, None
         return self.weight
 
-    def leap(self, l2: float, weight: Tensor) -> None:
-        """Collective: go on from another point, if the objective is lower there."""
+    def leap(self, l2: float, before: tuple[float, Tensor], last: tuple[float, Tensor]) -> None:
+        """Collective: go on where two optima of stronger penalties point to, if the objective is lower there."""
         penalty = l2 * self._penalised
 
         def search() -> Search:
             if self._value is None or self._gradient is None:
                 return
+            ahead = math.log(l2 / last[0]) / math.log(last[0] / before[0])
+            weight = last[1] + (last[1] - before[1]) * ahead
             value, gradient = self._mean((yield weight))
             if _objective(value, weight, penalty) < _objective(self._value, self.weight, penalty):
                 self._remember(weight - self.weight, gradient - self._gradient)

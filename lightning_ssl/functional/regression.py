@@ -6,7 +6,6 @@ over rows cross between ranks. So memory beyond the features is bounded, and eve
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -116,7 +115,7 @@ def place_rows(
     counts = [int(count) for count in together.gather(lambda: rows)]
     if positions is None:
         positions = torch.arange(rows) + sum(counts[: together.rank])
-    return sum(counts), positions.to(device)
+    return sum(counts), positions.to(device, torch.long)
 
 
 class Classes:
@@ -277,27 +276,31 @@ def fit_linear_path(
         wanted = sorted(((value, i) for i, value in enumerate(l2)), reverse=True)
         fitted: dict[int, LinearProbeResult] = {}
         trail: list[tuple[float, Tensor]] = []  # the optimum moves about evenly with the logarithm of the penalty
-        for value, i in [*((value, None) for value in stages), *wanted]:
-            if not trail and start is None and tolerance < _ROUGH:
+        for number, (value, i) in enumerate([*((value, None) for value in stages), *wanted]):
+            if not number and start is None and tolerance < _ROUGH:
                 # A quarter of the rows, where they are many, is enough to come near.
-                some = design.scattered(1 / 4) if design.total >= 64 * design.dim else None
+                some = together.run(lambda: design.scattered(1 / 4)) if design.total >= 64 * design.dim else None
                 descent.minimise(value, Curvature(loss, basis), _ROUGH, max_iter, some)
-            if len(trail) >= 2 and trail[-2][0] > trail[-1][0] > value:
-                (first, a), (second, b) = trail[-2:]
-                descent.leap(value, b + (b - a) * (math.log(value / second) / math.log(second / first)))
-            if not trail or (i is not None and (len(trail) - len(stages)) % _EVERY == 0):
+            if len(trail) == 2 and trail[0][0] > trail[1][0] > value:
+                descent.leap(value, *trail)
+            if not number or (i is not None and (number - len(stages)) % _EVERY == 0):
                 curvature = Curvature(loss, basis, descent.weight)
             weight = descent.minimise(value, curvature, tolerance if i is not None else _LOOSE * tolerance, max_iter)
-            trail = [*trail, (value, weight)]
+            trail = [*trail[-1:], (value, weight)]
             if i is not None:
-                fitted[i] = design.raw(weight @ basis.vectors.T)
-                if descent.left and together.rank == 0:
-                    warnings.warn(
-                        f"`max_iter={max_iter}` steps were not enough for l2={value:g}: the objective may still fall "
-                        f"by about {descent.left:.1e}; raise `max_iter` or `l2`",
-                        stacklevel=2,
-                    )
+                fitted[i] = together.run(lambda: _told(design, basis, descent, max_iter, value))  # noqa: B023
     return [fitted[i] for i in range(len(l2))]
+
+
+def _told(design: Design, basis: Basis, descent: Descent, max_iter: int, l2: float) -> LinearProbeResult:
+    """What a search has come to, and a warning where it has not come to its end."""
+    if descent.left and design.together.rank == 0:
+        warnings.warn(
+            f"`max_iter={max_iter}` steps were not enough for l2={l2:g}: the objective may still fall by about "
+            f"{descent.left:.1e}; raise `max_iter` or `l2`",
+            stacklevel=6,
+        )
+    return design.raw(descent.weight @ basis.vectors.T)
 
 
 def _check(features: Tensor, labels: Tensor, num_classes: int, together: Together) -> None:

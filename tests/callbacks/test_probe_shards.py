@@ -155,7 +155,10 @@ def test_streams_are_read_once_whether_ranks_share_or_split_them(form):
 
 @pytest.mark.parametrize(
     ("form", "words"),
-    [("shuffled", r"`data`: many samples of the train stream.*: 48 of 96"), ("same 60", "`num_samples`.*48 of 60")],
+    [
+        ("shuffled", r"`data`: samples of the train stream were read by several.*: 48 of 96"),
+        ("same 60", "`num_samples`.*48 of 60"),
+    ],
 )
 def test_streams_that_are_not_what_they_are_taken_for_are_named(form, words):
     (_, told), _ = run_ranks(2, _streamed, form)
@@ -164,14 +167,56 @@ def test_streams_that_are_not_what_they_are_taken_for_are_named(form, words):
 
 @pytest.mark.parametrize("form", ["same", "split"])
 def test_a_stated_number_is_what_is_taken(form):
-    expected, told = _streamed(0, 1, "same 30")
-    assert not told and expected["val/train_rows"] == 30
-    for values, told in run_ranks(2, _streamed, f"{form} 30"):
+    expected, told = _streamed(0, 1, "same 31")
+    assert not told and expected["val/train_rows"] == 31
+    for values, told in run_ranks(2, _streamed, f"{form} 31"):
         assert values == pytest.approx(expected, rel=1e-5) and not told
+
+
+@pytest.mark.parametrize(
+    ("targets", "x", "y", "batch"),
+    [
+        ("class", (5, 3, 8, 8), (5,), True),
+        ("class", (10, 12, 3), (10,), True),
+        ("class", (3, 8, 8), (), False),
+        ("class", (7, 20), (7,), True),
+        ("multilabel", (3, 8, 8), (3,), False),
+        ("multilabel", (4, 3, 8, 8), (4, 6), True),
+        ("continuous", (1, 32), (1,), False),
+        ("continuous", (1, 6, 6, 6), (1,), False),
+        ("continuous", (24, 3), (24,), False),
+        ("continuous", (4, 3, 8, 8), (4, 2), True),
+    ],
+)
+def test_samples_and_batches_of_a_stream_are_told_apart(targets, x, y, batch):
+    item = torch.zeros(x), torch.zeros(y, dtype=torch.long)
+    found = next(iter(stream.Grouped([item, item], targets)))
+    assert found[0].shape == (x if batch else (2, *x)) and found[1].shape == (y if batch else (2, *y))
+
+
+def test_samples_are_known_by_all_that_they_hold():
+    ids = torch.arange(40).view(10, 4)
+    batch = {
+        "attention_mask": torch.ones(10, 4),
+        "input_ids": ids,
+        "grid": torch.zeros(3),
+        "label": torch.zeros(10).long(),
+    }
+    assert len(set(stream.marks_of(batch))) == 10
+    assert stream.marks_of({**batch, "input_ids": ids.flip(0)}) == stream.marks_of(batch)[::-1]
+    assert stream.marks_of({"grid": torch.zeros(3), "label": batch["label"]}) is None
+
+
+def test_what_is_there_twice_is_no_sign_of_ranks_that_read_the_same():
+    few = torch.arange(4).repeat(5)
+    assert stream.read_by_several([few, few]) == 0
+    assert stream.read_by_several([torch.arange(20), torch.arange(10, 30)]) == 10
 
 
 def test_ranks_that_share_a_part_of_a_stream_are_refused():
     assert stream.is_split([[1, 2], [3, 4]]) and not stream.is_split([[1, 2], [1, 2]])
+    assert stream.is_split([[1, 2], [], []]) and stream.is_split([[1], [2], []])
+    assert not stream.is_split([[], []]) and not stream.is_split([None, None]) and not stream.is_split([[1]])
     with pytest.raises(ValueError, match="each rank a part of its own"):
         stream.is_split([[1, 2], [1, 2], [3, 4]])
 
@@ -321,14 +366,19 @@ PLACES = {
     "preconditioner": (torch.linalg, "cholesky_ex"),
     "regression": (regression.Classes, "loss"),
     "memory of steps": (descent.Descent, "_remember"),
+    "coefficients": (regression.Design, "raw"),
 }
 
 
+def short_rank(place):
+    return 0 if place == "principal directions" else 1  # the first rank finds them for all
+
+
 def short_of_memory(rank, ranks, place, short=True):
-    """A fit whose first probe, before training, finds no memory at one place on the last rank."""
+    """A fit whose first probe, before training, finds no memory at one place on one rank."""
     torch.manual_seed(0)
     owner, name = PLACES[place]
-    original, left = getattr(owner, name), [1 if short and rank == ranks - 1 else 0]
+    original, left = getattr(owner, name), [1 if short and rank == short_rank(place) else 0]
 
     def fails(*args, **kwargs):
         if left[0]:
@@ -356,7 +406,7 @@ def short_of_memory(rank, ranks, place, short=True):
 def test_memory_that_one_rank_cannot_have_is_a_warning_on_all(place):
     (_, expected, steps), *_ = run_ranks(1, short_of_memory, place, False)
     for told, values, taken in run_ranks(2, short_of_memory, place):
-        assert len(told) == 1 and "half the chunk" in told[0] and "rank 1" in told[0]
+        assert len(told) == 1 and "half the chunk" in told[0] and f"rank {short_rank(place)}" in told[0]
         assert taken == steps
         found = {key: value for key, value in values.items() if key.startswith("val/")}
         assert found and found == pytest.approx({key: expected[key] for key in found}, abs=1e-6)

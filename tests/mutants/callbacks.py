@@ -227,26 +227,26 @@ MUTANTS = [
     ),
     Mutant(  # each rank's own part of a stream
         "callbacks/_engine/stream.py",
-        "return len(different) > 1",
-        "return False",
+        "    return True\n\n\ndef read_by",
+        "    return False\n\n\ndef read_by",
         "tests/callbacks/test_probe_shards.py -k share_or_split",
     ),
     Mutant(
         "callbacks/_engine/stream.py",
-        "-(-self.samples // ranks)",
-        "self.samples",
+        "(places < self.samples).sum()",
+        "size",
         "tests/callbacks/test_probe_shards.py -k stated_number",
     ),
     Mutant(
         "callbacks/_engine/stream.py",
-        "x.ndim >= 2 and x.ndim != 3 and len(x) == len(label)",
+        "len(x) == len(label) and not (x.ndim == 3 and len(label) == 1)",
         "False",
         "tests/callbacks/test_probe_shards.py -k share_or_split",
     ),
     Mutant(
         "callbacks/probe.py",
-        "again > _REPEATED * len(marks)",
-        "again > len(marks)",
+        "again > _REPEATED * taken",
+        "again > taken",
         "tests/callbacks/test_probe_shards.py -k taken_for",
     ),
     Mutant(
