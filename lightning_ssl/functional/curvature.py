@@ -45,10 +45,7 @@ class Basis:
         def turn() -> list[Tensor]:  # on one rank: another's processor may round otherwise
             if together.rank:
                 return [gram.new_zeros(dim), torch.zeros_like(gram)]
-            # All rows' features have a variance of one, those of few rows may not: one far out turns it all.
-            spread = gram.diagonal().sqrt()
-            spread = torch.where((spread > 0) & (design.scale > 0), 1 / spread, 0)
-            return list(torch.linalg.eigh(gram * spread * spread[:, None]))
+            return list(torch.linalg.eigh(gram / self.count * design.scale * design.scale[:, None]))
 
         values, vectors = together.sum(turn, [(dim,), (dim, dim)])
 
