@@ -216,7 +216,7 @@ def test_what_is_there_twice_is_no_sign_of_ranks_that_read_the_same():
 def test_ranks_that_share_a_part_of_a_stream_are_refused():
     assert stream.is_split([[1, 2], [3, 4]]) and not stream.is_split([[1, 2], [1, 2]])
     assert stream.is_split([[1, 2], [], []]) and stream.is_split([[1], [2], []])
-    assert not stream.is_split([[], []]) and not stream.is_split([None, None]) and not stream.is_split([[1]])
+    assert not stream.is_split([[], []]) and not stream.is_split([None, [1]]) and not stream.is_split([[1]])
     with pytest.raises(ValueError, match="each rank a part of its own"):
         stream.is_split([[1, 2], [1, 2], [3, 4]])
 
