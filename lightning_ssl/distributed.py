@@ -300,27 +300,43 @@ class Together:
         dtype: torch.dtype | None = None,
     ) -> list[Tensor]:
         """Collective: the sums of tensors of these shapes over the ranks, by default in double precision."""
-        problem: Exception | None = None
-        parts: Sequence[Tensor] = ()
         dtype = dtype or self.wide
-        try:
-            parts = [part.to(self.device, dtype) for part in make()]
-        except Exception as error:
-            if self.ranks == 1:
-                raise
-            problem = error
         if self.ranks == 1:
-            return list(parts)
+            return [part.to(self.device, dtype) for part in make()]
         sizes = [math.prod(shape) for shape in shapes]
-        flat = torch.zeros(sum(sizes) + 1, dtype=dtype, device=self.device)
-        if parts:
-            torch.cat([part.flatten() for part in parts], out=flat[:-1])
-        flat[-1] = float(problem is not None)
+
+        def buffer() -> Tensor:
+            return torch.zeros(sum(sizes) + 1, dtype=dtype, device=self.device)
+
+        problem: Exception | None = None
+        parts: list[Tensor] = []
+        try:
+            parts = [part.to(self.device, dtype).flatten() for part in make()]
+            flat = buffer()
+            if parts:
+                torch.cat(parts, out=flat[:-1])
+        except Exception as error:
+            problem = error
+            parts.clear()  # room for zeros: the other ranks wait for as many numbers
+            flat = buffer()
+            flat[-1] = 1.0
         _begin("together")
         dist.all_reduce(flat, group=self.group)
         if bool(flat[-1] > 0):
             self._raise(problem)
         return [part.view(shape) for part, shape in zip(flat[:-1].split(sizes), shapes, strict=True)]
+
+    def each(self, make: Callable[[], Sequence[Tensor]], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Collective: every rank's tensors of these shapes, stacked by rank, ``[W, ...]``: small ones, by one sum."""
+
+        def own() -> list[Tensor]:
+            parts = []
+            for part, shape in zip(make(), shapes, strict=True):
+                parts.append(torch.zeros(self.ranks, *shape, dtype=self.wide, device=self.device))
+                parts[-1][self.rank] = part
+            return parts
+
+        return self.sum(own, [(self.ranks, *shape) for shape in shapes])
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Collective: the result of work that every rank does alike."""

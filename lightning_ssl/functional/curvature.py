@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
-from itertools import accumulate
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -28,12 +27,14 @@ class Basis:
         design: The rows; see :class:`lightning_ssl.functional.regression.Design`.
     """
 
+    rows: Tensor  # of this rank, those that the directions are found from
+
     def __init__(self, design: Any) -> None:
-        together, dim = design.together, design.dim
+        self._design, together, dim = design, design.together, design.dim
         share = 8 * (dim + 1) / design.total  # a few rows for each dimension; of few rows all
-        self.rows: Tensor = together.run(lambda: design.scattered(share if share < 0.5 else 1.0))
 
         def second_moment() -> list[Tensor]:
+            self.rows = design.scattered(share if share < 0.5 else 1.0)
             gram = torch.zeros(dim + 1, dim + 1, dtype=together.wide, device=design.features.device)
             for rows, _ in design.chunks(self.rows):  # directions of equal spread turn with the last digit
                 rows = rows.to(gram)
@@ -47,15 +48,23 @@ class Basis:
                 return [gram.new_zeros(dim), torch.zeros_like(gram)]
             return list(torch.linalg.eigh(gram / self.count * design.scale * design.scale[:, None]))
 
-        values, vectors = together.sum(turn, [(dim,), (dim, dim)])
+        values, self._directions = together.sum(turn, [(dim,), (dim, dim)])
+        self.values: Tensor = torch.cat([values.clamp_min(0), values.new_ones(1)])
 
-        def whole() -> tuple[Tensor, Tensor, Tensor]:
-            every = torch.eye(dim + 1, dtype=together.wide, device=gram.device)
-            every[:dim, :dim] = vectors
-            scale = torch.cat([design.scale, design.scale.new_ones(1)])[:, None]
-            return torch.cat([values.clamp_min(0), values.new_ones(1)]), every, (every * scale).to(design.dtype)
+    # Both are made when they are first asked for, in the work before an exchange, so that all ranks know what fails.
 
-        self.values, self.vectors, self.turn = together.run(whole)
+    @cached_property
+    def vectors(self) -> Tensor:
+        """The directions as columns, ``[d + 1, d + 1]``."""
+        every = torch.eye(len(self.values), dtype=self.values.dtype, device=self.values.device)
+        every[:-1, :-1] = self._directions
+        return every
+
+    @cached_property
+    def turn(self) -> Tensor:
+        """From weights along the directions to those of rows that are centred but not scaled."""
+        scale = torch.cat([self._design.scale, self._design.scale.new_ones(1)])
+        return (self.vectors * scale[:, None]).to(self._design.dtype)
 
     def raw(self, weight: Tensor) -> Tensor:
         """Weights along the directions, for rows that are centred but not scaled, as the loss takes them."""
@@ -90,9 +99,8 @@ class Curvature:
         most = design.dim if design.dim**2 <= min(room, design.total) else math.isqrt(min(room, design.total // 2))
         self._leading = 0 if weight is None else max(1, min(design.dim, most))
         self._inverse: tuple[float, Tensor] | None = None
+        self._loss = loss
         if weight is None:
-            even = design.together.run(lambda: loss.probabilities(design.mean.new_zeros(1, loss.outputs)))
-            self._settle((even - even.square())[0].to(basis.values))
             return
         raw = cache(lambda: basis.raw(weight))
 
@@ -101,61 +109,67 @@ class Curvature:
             return torch.addcmul(p, p, p, value=-1)
 
         least = _threshold(loss, basis, heaviness, _ROWS * self._leading)
-        weights, which, shares, counts = _heaviest(loss, heaviness, least)
-        self._settle(weights)
-        self._blocks = self._moments(loss, which, shares, counts)
+        self._weights, found = _heaviest(loss, heaviness, least)
+        self._blocks = self._moments(found)
 
-    def _settle(self, weights: Tensor) -> None:
-        self._weights = weights
-        self._floor = 1e-6 * float(weights.mean() * self._basis.values[:-1].mean())
+    @cached_property
+    def _weights(self) -> Tensor:
+        """Each output's mean weight q; at zero, where all rows have the same."""
+        even = self._loss.probabilities(self._loss.design.mean.new_zeros(1, self._loss.outputs))
+        return (even - even.square())[0].to(self._basis.values)
 
-    def _moments(self, loss: Any, which: Tensor, shares: Tensor, counts: list[int]) -> Tensor:
-        """Collective: the blocks, a few outputs at a time."""
-        design, together = loss.design, loss.design.together
+    @cached_property
+    def _floor(self) -> float:
+        return 1e-6 * float(self._weights.mean() * self._basis.values[:-1].mean())
+
+    def _moments(self, found: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        """Collective: the blocks, a few outputs at a time, from this rank's heaviest rows."""
+        loss, design, together = self._loss, self._loss.design, self._loss.design.together
         size = self._leading + 1
         width = max(1, _BLOCKS // 8 // size**2)  # outputs at a time
-        starts = [0, *accumulate(counts)]
 
-        def prepare() -> tuple[Tensor, Tensor]:
+        @cache  # made before the first exchange
+        def prepared() -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
             turn = self._basis.turn[:, -size:].T.contiguous()
-            return turn, turn.new_empty(loss.outputs, size, size)
-
-        turn, blocks = together.run(prepare)
+            return turn, turn.new_empty(loss.outputs, size, size), *_by_output(loss, found)
 
         def moments(outputs: range) -> list[Tensor]:
-            found = torch.zeros(len(outputs), size, size, dtype=design.dtype, device=design.features.device)
-            heavy = found.new_zeros(len(outputs))
+            turn, _, which, shares = prepared()
+            moment = torch.zeros(len(outputs), size, size, dtype=design.dtype, device=design.features.device)
+            heavy = moment.new_zeros(len(outputs))
             for i, output in enumerate(outputs):
-                own, spare = slice(*starts[output : output + 2]), -counts[output] % 64
-                share = F.pad(shares[own], (0, spare))  # some of no weight: see `times_transposed`
-                parts = design.chunks(F.pad(which[own], (0, spare)))
-                for (rows, _), part in zip(parts, share.split(design.chunk), strict=False):  # no rows are one part
+                own, share = which[output], shares[output]
+                spare = -len(own) % 64
+                own, share = F.pad(own, (0, spare)), F.pad(share, (0, spare))  # some of no weight: `times_transposed`
+                for (rows, _), part in zip(design.chunks(own), share.split(design.chunk), strict=False):  # none: 1 part
                     y = times_transposed(rows, turn)
-                    found[i] += times_transposed((y * part[:, None]).T, y.T)
+                    moment[i] += times_transposed((y * part[:, None]).T, y.T)
                 heavy[i] = share.sum()
-            return [found, heavy]
+            return [moment, heavy]
 
         rest = self._weights.clone()
         for first in range(0, loss.outputs, width):
             some = range(first, min(first + width, loss.outputs))
             shapes = [(len(some), size, size), (len(some),)]
-            found, heavy = together.sum(lambda some=some: moments(some), shapes, design.dtype)
-            torch.div(found, design.total, out=blocks[some.start : some.stop])
+            moment, heavy = together.sum(lambda some=some: moments(some), shapes, design.dtype)
+            blocks = prepared()[1]
+            torch.div(moment, design.total, out=blocks[some.start : some.stop])
             rest[some.start : some.stop] -= heavy / design.total
         # What the other rows weigh, and a little that keeps rows which are all certain regular.
         rest = rest.clamp_min(0)[:, None] * self._basis.values[-size:] + 1e-6 * self._weights.mean()
         blocks.diagonal(dim1=1, dim2=2).add_(rest)
         return blocks
 
-    def solve(self, gradient: Tensor, penalty: Tensor) -> Tensor:
-        """The inverse times a gradient along the directions, for a penalty of each of them, in the rows' precision."""
+    def solve(self, gradients: Tensor, penalty: Tensor) -> Tensor:
+        """The inverse times gradients ``[..., C, d + 1]`` along the directions, for a penalty of each of them."""
         size = self._leading + 1 if self._leading else 0
-        cut = gradient.shape[1] - size
-        plain = self._weights.to(gradient)[:, None] * self._basis.values[:cut].to(gradient)
-        solved = torch.empty_like(gradient)
-        torch.div(gradient[:, :cut], plain.clamp_min_(self._floor).add_(penalty[:cut]), out=solved[:, :cut])
-        if size:
-            solved[:, cut:] = torch.bmm(gradient[:, None, cut:], self._inverted(penalty))[:, 0]
+        cut = gradients.shape[-1] - size
+        plain = self._weights.to(gradients)[:, None] * self._basis.values[:cut].to(gradients)
+        solved = torch.empty_like(gradients)
+        torch.div(gradients[..., :cut], plain.clamp_min_(self._floor).add_(penalty[:cut]), out=solved[..., :cut])
+        if size:  # all at once: the blocks are more to read than to multiply
+            rows = gradients[..., cut:].reshape(-1, *solved[..., cut:].shape[-2:]).transpose(0, 1)
+            solved[..., cut:] = torch.bmm(rows, self._inverted(penalty)).transpose(0, 1).view_as(solved[..., cut:])
         return solved
 
     def _inverted(self, penalty: Tensor) -> Tensor:
@@ -197,8 +211,8 @@ def _few(loss: Any) -> int:
     return max(16, loss.design.chunk * loss.design.dim // (2 * loss.outputs))
 
 
-def _heaviest(loss: Any, heaviness: Any, least: Tensor) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """Collective: each output's mean weight; this rank's rows above the least, by output, their weights and numbers."""
+def _heaviest(loss: Any, heaviness: Any, least: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    """Collective: each output's mean weight; this rank's rows above the least, with their outputs and weights."""
     design, together, outputs = loss.design, loss.design.together, loss.outputs
     found: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -212,13 +226,13 @@ def _heaviest(loss: Any, heaviness: Any, least: Tensor) -> tuple[Tensor, Tensor,
             at += len(rows)
         return [total]
 
-    weights = together.sum(look, [(outputs,)])[0] / design.total
+    return together.sum(look, [(outputs,)])[0] / design.total, found
 
-    def by_output() -> tuple[Tensor, Tensor, list[int]]:
-        none = design.mean.new_zeros(0)
-        row, output, q = (torch.cat(part) for part in zip((none.long(), none.long(), none), *found, strict=True))
-        order = output.argsort(stable=True)
-        return row[order], q[order], torch.bincount(output, minlength=outputs).tolist()
 
-    which, shares, counts = together.run(by_output)
-    return weights, which, shares, counts
+def _by_output(loss: Any, found: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Of each output the rows that were found, and their weights."""
+    none = loss.design.mean.new_zeros(0)
+    row, output, q = (torch.cat(part) for part in zip((none.long(), none.long(), none), *found, strict=True))
+    order = output.argsort(stable=True)
+    counts = torch.bincount(output, minlength=loss.outputs).tolist()
+    return row[order].split(counts), q[order].split(counts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -51,10 +52,11 @@ class Descent:
         self.evaluations = 0.0  # in passes over all rows
         self.left = 0.0  # about how far the objective has still to fall, where the steps were not enough
 
-    def begin(self, weight: Tensor) -> None:
-        """Collective: go on from here, unless zero is better."""
+    def begin(self, start: Callable[[], Tensor]) -> None:
+        """Collective: go on from where `start` says, unless zero is better."""
 
         def search() -> Search:
+            weight = start()
             at_zero, _ = self._mean((yield self.weight))
             value, gradient = self._mean((yield weight))
             if bool(value < at_zero):
@@ -63,17 +65,29 @@ class Descent:
         self._drive(search())
 
     def minimise(
-        self, l2: float, curvature: Curvature, tolerance: float, max_iter: int, some: Tensor | None = None
+        self,
+        l2: float,
+        curvature: Curvature,
+        tolerance: float,
+        max_iter: int,
+        share: float = 1.0,
+        then: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Collective: go down until the norm of the whitened gradient is at most `tolerance`.
+        """Collective: go down until the norm of the whitened gradient is at most `tolerance`; `then` do that.
 
-        With `some`, only of those rows; what was learnt of them is then forgotten but for the weights.
+        With a share of the rows, only of these; what was learnt of them is then forgotten but for the weights.
         """
         self.left = 0.0
-        if some is not None:
+        if share < 1:
             self._value = self._gradient = None
-        self._drive(self._descend(l2 * self._penalised, curvature, tolerance, max_iter), some)
-        if some is not None:
+
+        def search() -> Search:
+            yield from self._descend(l2 * self._penalised, curvature, tolerance, max_iter)
+            if then is not None:
+                then()
+
+        self._drive(search(), share)
+        if share < 1:
             self._pairs, self._value, self._gradient = [], None, None
         return self.weight
 
@@ -93,22 +107,24 @@ class Descent:
 
         self._drive(search())
 
-    def _drive(self, search: Search, some: Tensor | None = None) -> None:
-        """Collective: hand a search the sums over all rows at the points that it asks for, until it asks for no more.
+    def _drive(self, search: Search, share: float = 1.0) -> None:
+        """Collective: hand a search the sums over the rows at the points that it asks for, until it asks for no more.
 
         What it does in between, every rank does alike, and in one exchange with the look at the rows that follows:
         whatever goes wrong on any rank is known to all of them after it.
         """
         design, sums = self._loss.design, None
         shapes: list[tuple[int, ...]] = [(), self._shape, ()]
+        some = cache(lambda: None if share == 1 else design.scattered(share))
 
         def make() -> list[Tensor]:
             try:
                 weight = search.send(sums)
             except StopIteration:  # no number of rows
                 return [self.weight.new_full(shape, math.nan) for shape in shapes]
-            loss, gradient = self._loss.loss(self._basis.raw(weight), some)
-            return [loss, gradient, torch.tensor(float(len(design.features) if some is None else len(some)))]
+            rows = some()
+            loss, gradient = self._loss.loss(self._basis.raw(weight), rows)
+            return [loss, gradient, torch.tensor(float(len(design.features) if rows is None else len(rows)))]
 
         while True:
             sums = self._together.sum(make, shapes)
@@ -165,21 +181,25 @@ class Descent:
 
         And what the curvature makes of the gradient, which is the `last` of the next call.
         """
-        penalty = penalty.to(self._dtype)
-        q = solved = curvature.solve(gradient.to(self._dtype), penalty)
-        if self._pairs:
-            q, turns = gradient.to(self._dtype, copy=True), []
-            for s, change in reversed(self._pairs):
-                y = torch.addcmul(change, penalty, s)  # the penalty's own part exactly, whatever it was at that step
+        penalty, given = penalty.to(self._dtype), gradient.to(self._dtype)
+        if not self._pairs:
+            q = solved = curvature.solve(given, penalty)
+        else:
+            q, turns = given.clone(), []
+            for s, y in self._whole_pairs(penalty, newest_first=True):
                 along = 1 / _dot(s, y)
                 turns.append((along, along * _dot(s, q)))
                 q.addcmul_(turns[-1][1], y, value=-1)
-            s, change = self._pairs[-1]
-            y = torch.addcmul(change, penalty, s)
-            newest = curvature.solve(y, penalty) if last is None else solved - last
-            q = curvature.solve(q, penalty).div_(turns[0][0] * _dot(y, newest))
-            for (s, change), (along, part) in zip(self._pairs, reversed(turns), strict=True):
-                q.addcmul_(part - along * _dot(torch.addcmul(change, penalty, s), q), s)
+            y = next(self._whole_pairs(penalty, newest_first=True))[1]
+            solved, q, *newest = curvature.solve(torch.stack([given, q, *([y] if last is None else [])]), penalty)
+            q = q.div_(turns[0][0] * _dot(y, newest[0] if newest else solved - last))
+            for (s, y), (along, part) in zip(self._whole_pairs(penalty), reversed(turns), strict=True):
+                q.addcmul_(part - along * _dot(y, q), s)
         q = self._loss.settle(q.to(gradient))
         slope = -float(_dot(q, gradient))
         return max(0.0, float(_dot(gradient, solved.to(gradient))), -slope) ** 0.5, -q, slope, solved
+
+    def _whole_pairs(self, penalty: Tensor, newest_first: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Steps and changes of the whole gradient: the penalty's own part exactly, whatever it was at that step."""
+        for s, change in reversed(self._pairs) if newest_first else self._pairs:
+            yield s, torch.addcmul(change, penalty, s)

@@ -120,7 +120,7 @@ def knn_scores(
 
     counts = [int(count) for count in together.gather(look)]
     labels = labels.to(bank.device, torch.long if labels.ndim == 1 else together.wide)
-    total, positions = place_rows(len(bank), together, bank.device, positions)
+    total, positions = place_rows(bank, together, positions)
     if not total:
         raise ValueError("`bank` needs at least 1 row on some rank, got none; pass a larger bank")
     k = min(k, total)

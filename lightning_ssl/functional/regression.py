@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ssl.distributed import Together
-from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
+from lightning_ssl.functional.checks import check_labels, check_positive, check_rows, trusting
 from lightning_ssl.functional.curvature import Basis, Curvature
 from lightning_ssl.functional.descent import Descent
 from lightning_ssl.functional.products import times_transposed
@@ -59,26 +59,42 @@ class Design:
         self.features, self.together = features, together
         self.dim = features.shape[1]
         self.chunk = min(2048 if features.device.type == "cpu" else 2**30, max(16, budget // (2 * self.dim)))
-        self.total, self.positions = place_rows(len(features), together, features.device, positions)
+        self.total, self.positions = place_rows(features, together, positions)
         self.given = torch.promote_types(features.dtype, torch.float32)
         small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
         self.dtype = torch.float64 if small else self.given
         few = min(self.chunk, len(features) + -len(features) % 64)  # the curvature takes rows by 64
-        self._buffer = together.run(lambda: features.new_ones(few, self.dim + 1, dtype=self.dtype))
-        self.mean = torch.zeros(self.dim, dtype=self.dtype, device=features.device)
-        sums = together.sum(lambda: [self._column_sums(squared=False)], [(self.dim,)])[0]
-        self.mean = (sums / self.total).to(self.dtype)
-        variance = together.sum(lambda: [self._column_sums(squared=True)], [(self.dim,)])[0] / self.total
+
+        def make() -> list[Tensor]:
+            self._buffer = features.new_ones(few, self.dim + 1, dtype=self.dtype)
+            return self._spread()
+
+        counts, means, squares = together.each(make, [(), (self.dim,), (self.dim,)])
+        counts = counts[:, None]
+        mean = (counts * means).sum(dim=0) / self.total
+        variance = (squares + counts * (means - mean).square()).sum(dim=0) / self.total
+        self.mean = mean.to(self.dtype)
         # A constant feature carries nothing: its roundoff must not be blown up to variance 1.
-        constant = variance <= (torch.finfo(self.given).eps * self.mean.double().abs()) ** 2 * 16
+        constant = variance <= (torch.finfo(self.given).eps * mean.abs()) ** 2 * 16
         self.scale = torch.where(constant, 0, variance.rsqrt())
 
-    def _column_sums(self, squared: bool) -> Tensor:
-        total = torch.zeros(self.dim, dtype=self.together.wide, device=self.features.device)
-        for rows, _ in self.chunks():
-            x = rows[:, : self.dim]
-            total += (x.square() if squared else x).sum(dim=0, dtype=total.dtype)
-        return total
+    def _spread(self) -> list[Tensor]:
+        """How many rows this rank has, their mean and the sum of squares about it: in one pass, a few at a time."""
+        count, wide = 0, self.together.wide
+        mean, squares = self.features.new_zeros(2, self.dim, dtype=wide)
+        few = min(256 if self.features.device.type == "cpu" else self.chunk, self.chunk)
+        place = self.features.new_empty(min(few, len(self.features)), self.dim, dtype=wide)
+        for start in range(0, len(self.features), few):
+            part = self.features[start : start + few]
+            rows = place[: len(part)].copy_(part)
+            here = rows.mean(dim=0)
+            off, share = here - mean, len(part) / (count + len(part))
+            squares += rows.sub_(here).square_().sum(dim=0) + off.square() * (count * share)
+            mean += off * share
+            count += len(part)
+        if not bool(squares.isfinite().all()):
+            check_rows(self.features, "features", min_rows=0)
+        return [torch.tensor(float(count)), mean, squares]
 
     def chunks(self, some: Tensor | None = None, chunk: int | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
         """Centred rows with a last column of ones, a few at a time and always in one place, and which they are."""
@@ -108,14 +124,14 @@ class Design:
         return torch.cat([weight * deviation, (bias + weight @ self.mean.to(weight))[:, None]], dim=1)
 
 
-def place_rows(
-    rows: int, together: Together, device: torch.device, positions: Tensor | None = None
-) -> tuple[int, Tensor]:
+def place_rows(rows: Tensor, together: Together, positions: Tensor | None = None) -> tuple[int, Tensor]:
     """Collective: how many rows all ranks have, and the places of this rank's among them."""
-    counts = [int(count) for count in together.gather(lambda: rows)]
+    counts, widths = together.each(lambda: [torch.tensor(rows.shape)], [(2,)])[0].long().T.tolist()
+    if len(set(widths)) > 1:
+        raise ValueError(f"all ranks' rows must have as many dimensions, got {widths} by rank; embed with one encoder")
     if positions is None:
-        positions = torch.arange(rows) + sum(counts[: together.rank])
-    return sum(counts), positions.to(device, torch.long)
+        positions = torch.arange(len(rows)) + sum(counts[: together.rank])
+    return sum(counts), positions.to(rows.device, torch.long)
 
 
 class Classes:
@@ -271,7 +287,7 @@ def fit_linear_path(
         basis = Basis(design)
         descent = Descent(loss, basis)
         if start is not None:
-            descent.begin(together.run(lambda: design.standard(start) @ basis.vectors))
+            descent.begin(lambda: design.standard(start) @ basis.vectors)
         stages = [] if start is not None else [max(l2) * factor for factor in _STAGES if max(l2) * factor < 0.1]
         wanted = sorted(((value, i) for i, value in enumerate(l2)), reverse=True)
         fitted: dict[int, LinearProbeResult] = {}
@@ -279,16 +295,20 @@ def fit_linear_path(
         for number, (value, i) in enumerate([*((value, None) for value in stages), *wanted]):
             if not number and start is None and tolerance < _ROUGH:
                 # A quarter of the rows, where they are many, is enough to come near.
-                some = together.run(lambda: design.scattered(1 / 4)) if design.total >= 64 * design.dim else None
-                descent.minimise(value, Curvature(loss, basis), _ROUGH, max_iter, some)
+                share = 1 / 4 if design.total >= 64 * design.dim else 1.0
+                descent.minimise(value, Curvature(loss, basis), _ROUGH, max_iter, share)
             if len(trail) == 2 and trail[0][0] > trail[1][0] > value:
                 descent.leap(value, *trail)
             if not number or (i is not None and (number - len(stages)) % _EVERY == 0):
                 curvature = Curvature(loss, basis, descent.weight)
-            weight = descent.minimise(value, curvature, tolerance if i is not None else _LOOSE * tolerance, max_iter)
+
+            def keep(i: int | None = i, value: float = value) -> None:
+                if i is not None:
+                    fitted[i] = _told(design, basis, descent, max_iter, value)
+
+            enough = tolerance if i is not None else _LOOSE * tolerance
+            weight = descent.minimise(value, curvature, enough, max_iter, then=keep)
             trail = [*trail[-1:], (value, weight)]
-            if i is not None:
-                fitted[i] = together.run(lambda: _told(design, basis, descent, max_iter, value))  # noqa: B023
     return [fitted[i] for i in range(len(l2))]
 
 
@@ -298,16 +318,21 @@ def _told(design: Design, basis: Basis, descent: Descent, max_iter: int, l2: flo
         warnings.warn(
             f"`max_iter={max_iter}` steps were not enough for l2={l2:g}: the objective may still fall by about "
             f"{descent.left:.1e}; raise `max_iter` or `l2`",
-            stacklevel=6,
+            stacklevel=1,
         )
     return design.raw(descent.weight @ basis.vectors.T)
+
+
+def _check_shape(features: Tensor, together: Together) -> None:
+    with trusting():  # whether numbers are finite is seen from their sums
+        check_rows(features, "features", min_rows=2 if together.ranks == 1 else 0)
 
 
 def _check(features: Tensor, labels: Tensor, num_classes: int, together: Together) -> None:
     """Collective: refuse on all ranks what any of them cannot use."""
 
     def look() -> list[Tensor]:
-        check_rows(features, "features", min_rows=2 if together.ranks == 1 else 0)
+        _check_shape(features, together)
         if labels.ndim == 2:
             if labels.shape != (len(features), num_classes) or bool(((labels != 0) & (labels != 1)).any()):
                 raise ValueError(
@@ -359,7 +384,7 @@ def fit_ridge(
     together = sharded if isinstance(sharded, Together) else Together(features.device, sharded)
 
     def look() -> list[Tensor]:
-        check_rows(features, "features", min_rows=2 if together.ranks == 1 else 0)
+        _check_shape(features, together)
         if targets.ndim != 2 or len(targets) != len(features) or not targets.is_floating_point():
             raise ValueError(
                 f"`targets` must be floating point [{len(features)}, T], got {tuple(targets.shape)} of {targets.dtype}"

@@ -332,26 +332,26 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/distributed.py",
-        "flat[-1] = float(problem is not None)",
+        "flat[-1] = 1.0",
         "flat[-1] = 0.0",
         "tests/functional/test_sharded.py -k cannot_use",
     ),
     Mutant(
         "lightning_ssl/functional/descent.py",
-        "y = torch.addcmul(change, penalty, s)  # the",
-        "y = change  # the",
+        "yield s, torch.addcmul(change, penalty, s)",
+        "yield s, change",
         "tests/functional/test_descent.py -k memorys",
     ),
     Mutant(
         "lightning_ssl/functional/descent.py",
-        "curvature.solve(y, penalty) if last is None else solved - last",
-        "y if last is None else solved - last",
+        "newest[0] if newest else solved - last",
+        "y if newest else solved - last",
         "tests/functional/test_descent.py -k memorys",
     ),
     Mutant(
         "lightning_ssl/functional/regression.py",
-        "sum(dim=0, dtype=total.dtype)",
-        "sum(dim=0)",
+        "place[: len(part)].copy_(part)",
+        "part.float()",
         "tests/functional/test_sharded.py -k equal_spread",
     ),
     Mutant(
@@ -386,7 +386,7 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/curvature.py",
-        "-counts[output] % 64",
+        "-len(own) % 64",
         "0",
         "tests/functional/test_memory.py -k linear",
     ),
