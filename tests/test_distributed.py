@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_ssl import distributed
-from lightning_ssl.distributed import Board, RankError, Vote, deal, exchange
+from lightning_ssl.distributed import Board, RankError, Together, Vote, deal, exchange
 from tests.ddp import run_ranks
 
 
@@ -45,6 +45,42 @@ def test_a_problem_is_raised_on_all_ranks_in_its_own_words():
     assert set(run_ranks(3, send, (1,))) == {"rank 1: bad batch on 1"}
     assert set(run_ranks(2, send, (0, 1))) == {"rank 0: bad batch on 0; rank 1: bad batch on 1"}
     assert run_ranks(1, send, (0,)) == ["bad batch on 0"]
+
+
+def stack(rank, world_size):
+    return Together(torch.device("cpu")).each(lambda: [torch.full((2,), rank / 3), torch.tensor(rank)], [(2,), ()])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_rank_gets_every_small_tensor_by_one_sum(world_size):
+    for pair, number in run_ranks(world_size, stack):
+        ranks = torch.arange(world_size, dtype=torch.float64)
+        assert torch.equal(number, ranks) and torch.equal(pair[:, 1], torch.stack([r / 3 for r in ranks.float()]))
+
+
+def without_a_buffer(rank, world_size):
+    """The memory for what is exchanged is not to be had while the rank's own part stands there."""
+    zeros, left = torch.zeros, [rank == 1]
+
+    def scarce(*args, **kwargs):
+        if left[0]:
+            left[0] = False
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(*args, **kwargs)
+
+    torch.zeros = scarce
+    together = Together(torch.device("cpu"))
+    try:
+        together.sum(lambda: [torch.ones(5)], [(5,)])
+    except RankError as error:
+        return str(error), together.sum(lambda: [torch.ones(5)], [(5,)])[0].tolist()
+    finally:
+        torch.zeros = zeros
+
+
+def test_an_exchange_for_which_one_rank_lacks_memory_is_an_error_on_all():
+    for told, after in run_ranks(2, without_a_buffer):
+        assert told == "rank 1: OutOfMemoryError: CUDA out of memory" and after == [2.0] * 5
 
 
 def send_beside(rank, world_size):

@@ -16,6 +16,8 @@ from lightning_ssl.functional.products import times_transposed
 _BLOCKS = 2**24
 # Rows that count themselves in a block, for each of its dimensions.
 _ROWS = 4
+# How far the variance of few rows may be above that of all.
+_EXCESS = 1.5
 # Weights of rows are told apart by that many steps an octave, so many steps down.
 _FINE, _STEPS = 4, 160
 
@@ -46,7 +48,10 @@ class Basis:
         def turn() -> list[Tensor]:  # on one rank: another's processor may round otherwise
             if together.rank:
                 return [gram.new_zeros(dim), torch.zeros_like(gram)]
-            return list(torch.linalg.eigh(gram / self.count * design.scale * design.scale[:, None]))
+            moment = gram / self.count * design.scale * design.scale[:, None]
+            # All rows' variance is 1: where it is far more of these few, one of them stands for too many.
+            excess = (moment.diagonal() / _EXCESS).clamp_min(1).rsqrt()
+            return list(torch.linalg.eigh(moment * excess * excess[:, None]))
 
         values, self._directions = together.sum(turn, [(dim,), (dim, dim)])
         self.values: Tensor = torch.cat([values.clamp_min(0), values.new_ones(1)])
@@ -81,14 +86,15 @@ class Curvature:
     The Hessian is the mean over rows of B_n ⊗ x_n x_n^T, with B_n that of the loss in the outputs. Its blocks on the
     diagonal, one an output, are means of x x^T with weights q = p (1 - p), which single out other directions for each
     output. They are taken as they are along the leading principal directions of the features, as many as `_BLOCKS`
-    allows, and beyond these as the mean of q times the features' second moment. Of the rows the heaviest count
-    themselves in their output's block, the others by their mean. What couples outputs is left to the search's memory.
+    allows, and beyond these as a mean weight times the features' second moment. Of the rows the heaviest count
+    themselves in their output's block, the others by their mean. Heavy is what is uncertain or far out: q times the
+    row's norm. What couples outputs is left to the search's memory.
 
     Args:
         loss: What is minimised; see :class:`lightning_ssl.functional.regression.Classes`.
         basis: Of the same rows.
-        weight: Where the curvature is taken, along the directions, ``[C, d + 1]``; by default at zero, where there is
-            nothing but q's mean.
+        weight: Where the curvature is taken, along the directions, ``[C, d + 1]``; by default at zero, where all rows
+            have the same q.
     """
 
     def __init__(self, loss: Any, basis: Basis, weight: Tensor | None = None) -> None:
@@ -103,18 +109,20 @@ class Curvature:
         if weight is None:
             return
         raw = cache(lambda: basis.raw(weight))
+        scale = F.pad(design.scale / (design.scale > 0).sum().clamp_min(1).sqrt(), (0, 1)).to(design.dtype)
 
-        def heaviness(rows: Tensor) -> Tensor:
+        def weigh(rows: Tensor) -> tuple[Tensor, Tensor]:
             p = loss.probabilities(times_transposed(rows, raw()))
-            return torch.addcmul(p, p, p, value=-1)
+            q = torch.addcmul(p, p, p, value=-1)
+            return q, q * (rows * scale).norm(dim=1, keepdim=True)
 
-        least = _threshold(loss, basis, heaviness, _ROWS * self._leading)
-        self._weights, found = _heaviest(loss, heaviness, least)
-        self._blocks = self._moments(found)
+        least = _threshold(loss, basis, weigh, _ROWS * self._leading)
+        self._weights, light, found = _heaviest(loss, weigh, least)
+        self._blocks = self._moments(found, light)
 
     @cached_property
     def _weights(self) -> Tensor:
-        """Each output's mean weight q; at zero, where all rows have the same."""
+        """The mean weight of each output's rows."""
         even = self._loss.probabilities(self._loss.design.mean.new_zeros(1, self._loss.outputs))
         return (even - even.square())[0].to(self._basis.values)
 
@@ -122,8 +130,8 @@ class Curvature:
     def _floor(self) -> float:
         return 1e-6 * float(self._weights.mean() * self._basis.values[:-1].mean())
 
-    def _moments(self, found: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
-        """Collective: the blocks, a few outputs at a time, from this rank's heaviest rows."""
+    def _moments(self, found: list[tuple[Tensor, Tensor, Tensor]], light: Tensor) -> Tensor:
+        """Collective: the blocks, a few outputs at a time, of the rows that were found and the light ones."""
         loss, design, together = self._loss, self._loss.design, self._loss.design.together
         size = self._leading + 1
         width = max(1, _BLOCKS // 8 // size**2)  # outputs at a time
@@ -133,10 +141,9 @@ class Curvature:
             turn = self._basis.turn[:, -size:].T.contiguous()
             return turn, turn.new_empty(loss.outputs, size, size), *_by_output(loss, found)
 
-        def moments(outputs: range) -> list[Tensor]:
+        def moments(outputs: range) -> Tensor:
             turn, _, which, shares = prepared()
             moment = torch.zeros(len(outputs), size, size, dtype=design.dtype, device=design.features.device)
-            heavy = moment.new_zeros(len(outputs))
             for i, output in enumerate(outputs):
                 own, share = which[output], shares[output]
                 spare = -len(own) % 64
@@ -144,20 +151,19 @@ class Curvature:
                 for (rows, _), part in zip(design.chunks(own), share.split(design.chunk), strict=False):  # none: 1 part
                     y = times_transposed(rows, turn)
                     moment[i] += times_transposed((y * part[:, None]).T, y.T)
-                heavy[i] = share.sum()
-            return [moment, heavy]
+            return moment
 
-        rest = self._weights.clone()
         for first in range(0, loss.outputs, width):
             some = range(first, min(first + width, loss.outputs))
-            shapes = [(len(some), size, size), (len(some),)]
-            moment, heavy = together.sum(lambda some=some: moments(some), shapes, design.dtype)
+            shapes = [(len(some), size, size)]
+            moment = together.sum(lambda some=some: [moments(some)], shapes, design.dtype)[0]
             blocks = prepared()[1]
             torch.div(moment, design.total, out=blocks[some.start : some.stop])
-            rest[some.start : some.stop] -= heavy / design.total
-        # What the other rows weigh, and a little that keeps rows which are all certain regular.
-        rest = rest.clamp_min(0)[:, None] * self._basis.values[-size:] + 1e-6 * self._weights.mean()
-        blocks.diagonal(dim1=1, dim2=2).add_(rest)
+        # And a little that keeps rows which are all certain regular.
+        diagonal = blocks.diagonal(dim1=1, dim2=2)
+        diagonal[:, :-1] += light[1][:, None] * self._basis.values[-size:-1]
+        diagonal[:, -1] += light[0]
+        diagonal += 1e-6 * self._weights.mean()
         return blocks
 
     def solve(self, gradients: Tensor, penalty: Tensor) -> Tensor:
@@ -189,15 +195,15 @@ class Curvature:
         return self._inverse[1]
 
 
-def _threshold(loss: Any, basis: Basis, heaviness: Any, wanted: int) -> Tensor:
-    """Collective: the weight above which each output has about `wanted` rows."""
+def _threshold(loss: Any, basis: Basis, weigh: Any, wanted: int) -> Tensor:
+    """Collective: the weight above which each output has about `wanted` rows, found from those of the basis."""
     design, together, outputs = loss.design, loss.design.together, loss.outputs
 
     def look() -> list[Tensor]:
         counts = torch.zeros(outputs * _STEPS, dtype=torch.long, device=design.features.device)
         shelves = _STEPS * torch.arange(outputs, device=counts.device)
         for rows, _ in design.chunks(basis.rows, _few(loss)):
-            down = heaviness(rows).clamp_min_(1e-30).log2_().mul_(-_FINE).long().clamp_(0, _STEPS - 1)
+            down = weigh(rows)[1].clamp_min_(1e-30).log2_().mul_(-_FINE).long().clamp_(0, _STEPS - 1)
             counts += torch.bincount((down + shelves).flatten(), minlength=len(counts))
         return [counts.view(outputs, _STEPS)]
 
@@ -211,22 +217,29 @@ def _few(loss: Any) -> int:
     return max(16, loss.design.chunk * loss.design.dim // (2 * loss.outputs))
 
 
-def _heaviest(loss: Any, heaviness: Any, least: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
-    """Collective: each output's mean weight; this rank's rows above the least, with their outputs and weights."""
+def _heaviest(loss: Any, weigh: Any, least: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    """Collective: each output's mean weight; what of the mean q and weight light rows have; this rank's heavier ones.
+
+    Of these, which they are, for which output, and their q.
+    """
     design, together, outputs = loss.design, loss.design.together, loss.outputs
     found: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def look() -> list[Tensor]:
-        total, at = torch.zeros(outputs, dtype=together.wide, device=design.features.device), 0
+        total, at = torch.zeros(3, outputs, dtype=together.wide, device=design.features.device), 0
         for rows, _ in design.chunks(None, _few(loss)):
-            q = heaviness(rows)
-            total += q.sum(dim=0)
-            row, output = (q > least).nonzero(as_tuple=True)
+            q, weights = weigh(rows)
+            total[0] += weights.sum(dim=0)
+            row, output = (weights > least).nonzero(as_tuple=True)
             found.append((row + at, output, q[row, output]))
+            for mean, part in zip(total[1:], (q, weights), strict=True):
+                part[row, output] = 0
+                mean += part.sum(dim=0)
             at += len(rows)
         return [total]
 
-    return together.sum(look, [(outputs,)])[0] / design.total, found
+    total = together.sum(look, [(3, outputs)])[0] / design.total
+    return total[0], total[1:], found
 
 
 def _by_output(loss: Any, found: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from sklearn.linear_model import LogisticRegression, Ridge
 
 from lightning_ssl.distributed import RankError, Together
@@ -172,3 +173,36 @@ def _one_fails(rank, ranks, where):
 def test_what_one_rank_cannot_use_is_raised_on_all(where, words):
     for first, second, after in run_ranks(2, _one_fails, where):
         assert "rank 1" in first and words in first and words in second and after == 2
+
+
+def _exchanges(rank, ranks):
+    rows, labels, _ = problem("dealt", n=5000)
+    own, sizes, reduce = cut(len(rows), "dealt", rank, ranks), [], dist.all_reduce
+
+    def count(x, *args, **kwargs):
+        sizes.append(x.numel())
+        return reduce(x, *args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        fit_linear_probe(rows[own], labels[own], CLASSES, sharded=True, positions=own)
+    finally:
+        dist.all_reduce = reduce
+    look = CLASSES * (DIM + 1) + 3
+    return sizes.count(look), len(sizes)
+
+
+def test_exchanges_beside_the_looks_at_the_rows_are_few():
+    """Checks, rows, spread, second moment, directions, and three for each of two curvatures."""
+    for looks, exchanges in run_ranks(2, _exchanges):
+        assert looks > 10 and exchanges - looks <= 11
+
+
+def _unequal(rank, ranks):
+    with pytest.raises(ValueError, match=r"as many dimensions, got \[10, 11\] by rank"):
+        fit_linear_probe(torch.randn(20, 10 + rank), torch.arange(20) % 2, 2, sharded=True)
+    return True
+
+
+def test_ranks_of_unequal_dimensions_are_refused():
+    assert all(run_ranks(2, _unequal))

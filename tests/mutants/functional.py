@@ -362,8 +362,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/curvature.py",
-        "rest.clamp_min(0)[:, None] * self._basis.values[-size:]",
-        "0 * self._basis.values[-size:]",
+        "light[1][:, None] * self._basis.values[-size:-1]",
+        "0 * self._basis.values[-size:-1]",
         "tests/functional/test_descent.py",
     ),
     Mutant(
