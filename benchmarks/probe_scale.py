@@ -88,14 +88,15 @@ def measure(tiny: bool) -> Section:
         rows.append(faster(f"{work}, 2 ranks", "1 process", two, one, 1.7))
         limit = [2 * a / b for a, b in zip(one, both, strict=True)]
         notes.append(
-            f"{work}: two fits at once, with nothing to do with each other, are {statistics.median(limit):.3g} times as "
-            f"fast as one after the other ({min(limit):.3g}-{max(limit):.3g}). Two ranks cannot do more: their cores "
+            f"{work}: two fits at once, with nothing to do with each other, are {statistics.median(limit):.3g} times "
+            f"({min(limit):.3g}-{max(limit):.3g}) as fast as one after the other. Two ranks cannot do more: their cores "
             "share caches and the way to memory with each other, and here with other machines."
         )
     one, two, _ = by_policy("SCHED_OTHER", lambda: in_turns(*small[-1]))
     notes.append(
-        f"Under the default policy two ranks are {statistics.median(one) / statistics.median(two):.3g} times as fast in "
-        f"the last case: what an exchange wakes often waits for the clock's next tick there, some milliseconds where both cores work."
+        f"In the last case two ranks are {statistics.median(one) / statistics.median(two):.3g} times as fast under the "
+        "default policy: what an exchange wakes often waits for the clock's next tick there, some milliseconds where "
+        "both cores work."
     )
     n, dim, classes = (600, 16, 5) if tiny else (200_000, 768, 1000)
     work = f"{n:,} x {dim}, {classes:,} classes"
