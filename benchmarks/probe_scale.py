@@ -89,8 +89,8 @@ def measure(tiny: bool) -> Section:
         limit = [2 * a / b for a, b in zip(one, both, strict=True)]
         notes.append(
             f"{work}: two fits at once, with nothing to do with each other, are {statistics.median(limit):.3g} times "
-            f"({min(limit):.3g}-{max(limit):.3g}) as fast as one after the other. Two ranks cannot do more: their cores "
-            "share caches and the way to memory with each other, and here with other machines."
+            f"({min(limit):.3g}-{max(limit):.3g}) as fast as one after the other. Two ranks cannot do more: their "
+            "cores share caches and the way to memory with each other, and here with other machines."
         )
     one, two, _ = by_policy("SCHED_OTHER", lambda: in_turns(*small[-1]))
     notes.append(
