@@ -3,8 +3,8 @@
 scikit-learn's LogisticRegression minimises the same objective on the same standardised features, on one thread as ours,
 for 100 steps; a remark says how low both come. A path of ten penalties is compared with a single fit of the weakest.
 Two ranks of one thread each have half of the rows each. Their times are by the clock on the wall, so that they want two
-idle cores, and in turns with those of one process, since a core that is shared with others has slow minutes. All run
-under Linux' policy for batch jobs (`chrt -b 0`): see the remark for the default one.
+idle cores, and in turns with a fit of one of them alone, since a core that is shared with others has slow minutes. All
+run under Linux' policy for batch jobs (`chrt -b 0`): see the remark for the default one.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ STEPS = 100
 PATH = [10.0 ** (-k / 2) for k in range(2, 12)]
 
 
-def fit_shard(rows: int, dim: int, classes: int, repeats: int, apart: bool = False) -> list[float]:
-    """Seconds of fits in which each rank has its part of the rows, or, apart, all of them and a fit of its own.
-
-    Where there are several, they follow one to warm up.
-    """
-    rank, ranks = (0, 1) if apart else (dist.get_rank(), dist.get_world_size())
+def fit_in_turns(rows: int, dim: int, classes: int, turns: int) -> list[list[float]]:
+    """On two ranks, seconds a turn: of the first one's fit while the other waits; of a fit that they share, each with
+    its part of the rows; of both at once with a fit each. Several turns follow one to warm up."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     x, y = features(rows, dim, classes, torch.Generator().manual_seed(0))
     own = torch.arange(rank, rows, ranks)
-    x, y = x[own].clone(), y[own].clone()
-    seconds = []
-    for _ in range(repeats + (repeats > 1)):
-        dist.barrier()
-        start = time.perf_counter()
-        fit_linear_probe(x, y, classes, L2, sharded=not apart, positions=own)
-        seconds.append(time.perf_counter() - start)
-    return seconds[-repeats:]
+    part, labels = x[own].clone(), y[own].clone()
 
+    def whole() -> None:
+        fit_linear_probe(x, y, classes, L2)
 
-def in_turns(rows: int, dim: int, classes: int, turns: int, repeats: int) -> list[list[float]]:
-    """Median seconds, a number a turn: of one process; of two ranks; of two processes at once with a fit each."""
+    def shared() -> None:
+        fit_linear_probe(part, labels, classes, L2, sharded=True, positions=own)
+
     found: list[list[float]] = [[], [], []]
-    for _ in range(turns):
-        for seconds, ranks, apart in zip(found, (1, 2, 2), (False, False, True), strict=True):
-            each = in_ranks("probe_scale.fit_shard", ranks, rows, dim, classes, repeats, apart)
-            seconds.append(max(statistics.median(one) for one in each))
-    return found
+    for _ in range(turns + (turns > 1)):
+        for seconds, fit in zip(found, (whole if rank == 0 else lambda: None, shared, whole), strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            fit()
+            dist.barrier()  # the slower one counts
+            seconds.append(time.perf_counter() - start)
+    return [seconds[-turns:] for seconds in found]
+
+
+def in_turns(*arguments: int) -> tuple[list[float], list[float], list[float]]:
+    one, two, both = in_ranks("probe_scale.fit_in_turns", 2, *arguments)[0]
+    return one, two, both
 
 
 def by_policy(name: str, work: Callable[[], Any]) -> Any:
@@ -81,9 +83,9 @@ def run(tiny: bool = False) -> Section:
 def measure(tiny: bool) -> Section:
     warnings.filterwarnings("ignore", module="sklearn")
     rows, notes = [], []
-    small = [(600, 16, 5, 1, 1)] if tiny else [(50_000, 512, 10, 5, 3), (50_000, 512, 100, 5, 3)]
-    for n, dim, classes, turns, repeats in small:
-        one, two, both = in_turns(n, dim, classes, turns, repeats)
+    small = [(600, 16, 5, 1)] if tiny else [(50_000, 512, 10, 15), (50_000, 512, 100, 9)]
+    for n, dim, classes, turns in small:
+        one, two, both = in_turns(n, dim, classes, turns)
         work = f"{n:,} x {dim}, {classes:,} classes"
         rows.append(faster(f"{work}, 2 ranks", "1 process", two, one, 1.7))
         limit = [2 * a / b for a, b in zip(one, both, strict=True)]
@@ -100,10 +102,10 @@ def measure(tiny: bool) -> Section:
     )
     n, dim, classes = (600, 16, 5) if tiny else (200_000, 768, 1000)
     work = f"{n:,} x {dim}, {classes:,} classes"
-    two = in_ranks("probe_scale.fit_shard", 2, n, dim, classes, 1)[0]
+    one, two, _ = in_turns(n, dim, classes, 1)
+    rows.append(faster(f"{work}, 2 ranks", "1 process", two, one, 1.7))
     x, y = features(n, dim, classes, torch.Generator().manual_seed(0))
-    ours, busy, wall = timed(lambda: fit_linear_probe(x, y, classes, L2))
-    rows.append(faster(f"{work}, 2 ranks", "1 process", two, wall, 1.7))
+    ours, busy, _ = timed(lambda: fit_linear_probe(x, y, classes, L2))
     theirs, longer, _ = timed(lambda: by_sklearn(x, y, 1e-6, STEPS))
     rows.append(faster(work, f"scikit-learn, {STEPS} steps", busy, longer, 3))
     found = {"ours": objective(x, y, *ours), "scikit-learn": objective(x, y, *theirs)}
