@@ -9,6 +9,7 @@ mean times :func:`rank_weight`.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+# How long a sum is waited for awake, in seconds.
+_AWAKE = 0.01
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 def world_size(group: Any = None) -> int:
@@ -321,7 +327,7 @@ class Together:
             flat = buffer()
             flat[-1] = 1.0
         _begin("together")
-        dist.all_reduce(flat, group=self.group)
+        _add_up(flat, self.group)
         if bool(flat[-1] > 0):
             self._raise(problem)
         return [part.view(shape) for part, shape in zip(flat[:-1].split(sizes), shapes, strict=True)]
@@ -373,6 +379,21 @@ class Together:
         told = gather_objects(None if problem is None else (type(problem).__name__, str(problem)), self.group)
         words = {rank: ": ".join(filter(None, error)) for rank, error in enumerate(told) if error is not None}
         raise RankError(_by_rank(words)) from problem
+
+
+def _add_up(x: Tensor, group: Any) -> None:
+    """Sum over ranks in place.
+
+    One that computes on processors waits awake at first: once asleep, it is woken late where all cores are busy, by
+    some milliseconds a sum. Who else wants the core has it meanwhile.
+    """
+    if x.device.type != "cpu":
+        dist.all_reduce(x, group=group)
+        return
+    work, end = dist.all_reduce(x, group=group, async_op=True), time.monotonic() + _AWAKE
+    while not work.is_completed() and time.monotonic() < end:
+        _give_way()
+    work.wait()
 
 
 def agree(ok: bool, number: int = 0, device: torch.device | None = None) -> tuple[bool, int]:
