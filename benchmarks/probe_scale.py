@@ -97,8 +97,7 @@ def measure(tiny: bool) -> Section:
     one, two, _ = by_policy("SCHED_OTHER", lambda: in_turns(*small[-1]))
     notes.append(
         f"In the last case two ranks are {statistics.median(one) / statistics.median(two):.3g} times as fast under the "
-        "default policy: what an exchange wakes often waits for the clock's next tick there, some milliseconds where "
-        "both cores work."
+        "default policy, where what carries an exchange now and then waits for a core."
     )
     n, dim, classes = (600, 16, 5) if tiny else (200_000, 768, 1000)
     work = f"{n:,} x {dim}, {classes:,} classes"

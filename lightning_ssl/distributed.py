@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 # How long a sum is waited for awake, in seconds.
 _AWAKE = 0.01
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))

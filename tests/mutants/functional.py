@@ -445,6 +445,24 @@ MUTANTS = [
         "tests/test_distributed.py -k lacks_memory",
     ),
     Mutant(
+        "lightning_ssl/distributed.py",
+        "work.is_completed() and time.monotonic() < end",
+        "work.is_completed()",
+        "tests/test_distributed.py -k awake",
+    ),
+    Mutant(
+        "lightning_ssl/distributed.py",
+        "while not work.is_completed() and",
+        "while False and",
+        "tests/test_distributed.py -k awake",
+    ),
+    Mutant(
+        "lightning_ssl/distributed.py",
+        "        _give_way()\n    work.wait()",
+        "        _give_way()",
+        "tests/test_distributed.py -k awake",
+    ),
+    Mutant(
         "lightning_ssl/functional/products.py",
         "x.is_contiguous() or x.T.is_contiguous()",
         "True",
