@@ -19,9 +19,7 @@ MUTANTS = [
         "anchors = own",
         f"{STEP} tests/methods/test_losses.py -k few",
     ),
-    Mutant(
-        "lightning_ssl/methods/base.py", "            z = z.to(weight.dtype)", "            pass", f"{STEP} -k half"
-    ),
+    Mutant("lightning_ssl/methods/base.py", "            z = z.to(dtypes[0])", "            pass", f"{STEP} -k half"),
     Mutant("lightning_ssl/methods/barlow_twins.py", "<= 3 * sum(counts)", "<= 0", f"{STEP} -k barlow"),
     Mutant(
         "lightning_ssl/distributed.py",
