@@ -213,39 +213,20 @@ def exchange(
         >>> exchange({"rows": torch.ones(2, 3), "note": "from one process"})[0]["note"]
         'from one process'
     """
-    tensors: list[Tensor] = []
-    plain = _take_out(value, tensors)
     if world_size(group) == 1:
         if problem is not None:
             raise RankError(str(problem)) from problem
+        tensors: list[Tensor] = []
+        plain = _take_out(value, tensors)
         return [_put_back(plain, [x.to(device or x.device) for x in tensors])]
-    device = device or torch.device("cpu")
-    layout = [(x.dtype, tuple(x.shape)) for x in tensors]
-    heads = gather_objects((plain, layout, None if problem is None else f"{problem}"), group)
-    words = {rank: error for rank, (_, _, error) in enumerate(heads) if error is not None}
-    if words:
+    parcel = _Parcel(value, None if problem is None else str(problem), device or torch.device("cpu"), group)
+    if words := parcel.problems:
         one = next(iter(words.values()))
-        told = one if set(words.values()) == {one} and len(words) == len(heads) else _by_rank(words)
+        told = one if set(words.values()) == {one} and len(words) == world_size(group) else _by_rank(words)
         raise RankError(told) from problem
-    sizes = [sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout) for _, layout, _ in heads]
-    if not max(sizes):
-        return [_put_back(plain, _cut(torch.empty(0, device=device), layout)) for plain, layout, _ in heads]
-    message = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    body = [x.detach().to(device).contiguous().flatten().view(torch.uint8) for x in tensors if x.numel()]
-    if body:
-        message[: sizes[rank(group)]] = torch.cat(body)
-    parts = all_gather(message, group)
-    return [_put_back(plain, _cut(part, layout)) for part, (plain, layout, _) in zip(parts, heads, strict=True)]
-
-
-def all_gather(x: Tensor, group: Any = None) -> Tensor:
-    """Stack the ranks' tensors of one shape, ``[W, ...]``, outside the graph."""
-    parts = [torch.empty_like(x) for _ in range(world_size(group))]
-    if len(parts) == 1:
-        return x[None]
-    _begin("all_gather")
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.stack(parts)
+    parcel.load()
+    # Copies: what is kept of one rank's value is not to keep all of them in memory.
+    return [_put_back(plain, [x.clone() for x in tensors]) for plain, tensors in parcel.send()]
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
@@ -318,6 +299,8 @@ class Together:
         try:
             parts = [part.to(self.device, dtype).flatten() for part in make()]
             flat = buffer()
+            if [part.numel() for part in parts] not in ([], sizes):
+                raise ValueError(f"parts of {[part.numel() for part in parts]} numbers where {sizes} are to be summed")
             if parts:
                 torch.cat(parts, out=flat[:-1])
         except Exception as error:
@@ -355,7 +338,10 @@ class Together:
         return found[0]
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
-        """Collective: what every rank made, by rank; see :func:`exchange`."""
+        """Collective: what every rank made, by rank; see :func:`exchange`.
+
+        The tensors of all of them are parts of one piece of memory.
+        """
         if self.ranks == 1:
             return [make()]
         problem: Exception | None = None
@@ -364,9 +350,17 @@ class Together:
             value = make()
         except Exception as error:
             problem = error
+        parcel = _Parcel(value, None if problem is None else _words(problem), self.device, self.group)
+        if parcel.problems:
+            raise RankError(_by_rank(parcel.problems)) from problem
+        del value
+        try:
+            parcel.load()
+        except Exception as error:
+            problem = error
         if not self._all_well(problem):
             self._raise(problem)
-        return exchange(value, self.device, group=self.group)
+        return [_put_back(plain, tensors) for plain, tensors in parcel.send()]
 
     def _all_well(self, problem: Exception | None) -> bool:
         flag = torch.tensor(float(problem is not None), device=self.device)
@@ -375,9 +369,8 @@ class Together:
         return not bool(flag > 0)
 
     def _raise(self, problem: Exception | None) -> None:
-        told = gather_objects(None if problem is None else (type(problem).__name__, str(problem)), self.group)
-        words = {rank: ": ".join(filter(None, error)) for rank, error in enumerate(told) if error is not None}
-        raise RankError(_by_rank(words)) from problem
+        told = gather_objects(None if problem is None else _words(problem), self.group)
+        raise RankError(_by_rank({rank: words for rank, words in enumerate(told) if words is not None})) from problem
 
 
 def _add_up(x: Tensor, group: Any) -> None:
@@ -547,16 +540,63 @@ def _put_back(value: Any, tensors: list[Tensor]) -> Any:
     return [_put_back(item, tensors) for item in value] if isinstance(value, list) else value
 
 
+class _Parcel:
+    """Collective: a rank's value on its way to the others.
+
+    Shapes and plain data go first, so that every rank knows what it needs room for. :meth:`load`, which is no
+    collective, makes that room; :meth:`send` needs none.
+
+    Args:
+        value: See :func:`exchange`.
+        problem: What kept this rank from making its value.
+        device: Where the tensors of the result are.
+        group: The process group.
+    """
+
+    def __init__(self, value: Any, problem: str | None, device: torch.device, group: Any) -> None:
+        self._device, self._group = device, group
+        self._tensors: list[Tensor] = []
+        plain = _take_out(value, self._tensors)
+        layout = [(x.dtype, tuple(x.shape)) for x in self._tensors]
+        heads = gather_objects((plain, layout, problem), group)
+        self.problems = {rank: words for rank, (_, _, words) in enumerate(heads) if words is not None}
+        self._heads = [(plain, layout) for plain, layout, _ in heads]
+        self._size = max(sum(_room(*one) for one in layout) for _, layout in self._heads)
+
+    def load(self) -> None:
+        self._everything = torch.empty(len(self._heads), self._size, dtype=torch.uint8, device=self._device)
+        self._own = torch.zeros(self._size, dtype=torch.uint8, device=self._device)
+        for place, x in zip(_cut(self._own, self._heads[rank(self._group)][1]), self._tensors, strict=True):
+            place.copy_(x.detach())
+
+    def send(self) -> list[tuple[Any, list[Tensor]]]:
+        """Of every rank the plain data and the tensors, which are parts of one piece of memory."""
+        if self._size:
+            _begin("all_gather")
+            dist.all_gather(list(self._everything.unbind(0)), self._own, group=self._group)
+        return [
+            (plain, _cut(part, layout)) for part, (plain, layout) in zip(self._everything, self._heads, strict=True)
+        ]
+
+
+def _room(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor in a message: the next one begins where any type of number may."""
+    return -(-math.prod(shape) * dtype.itemsize // 16) * 16
+
+
 def _cut(message: Tensor, layout: list[tuple[torch.dtype, tuple[int, ...]]]) -> list[Tensor]:
-    """The tensors whose bytes stand one after another in a message."""
+    """The tensors that stand one after another in a message."""
     tensors, at = [], 0
     for dtype, shape in layout:
         size = math.prod(shape) * dtype.itemsize
-        # A copy of its own: a view of the buffer would have to start at a multiple of the item's size.
-        part = message[at : at + size].clone().view(dtype) if size else message.new_empty(0, dtype=dtype)
+        part = message[at : at + size].view(dtype) if size else message.new_empty(0, dtype=dtype)
         tensors.append(part.view(shape))
-        at += size
+        at += _room(dtype, shape)
     return tensors
+
+
+def _words(problem: BaseException) -> str:
+    return ": ".join(filter(None, (type(problem).__name__, str(problem))))
 
 
 def _by_rank(words: dict[int, str]) -> str:

@@ -48,6 +48,38 @@ def test_a_problem_is_raised_on_all_ranks_in_its_own_words():
     assert run_ranks(1, send, (0,)) == ["bad batch on 0"]
 
 
+def gather(rank, world_size):
+    """Each fails once on one rank: what makes the value, and the room for all of them."""
+    together, load = Together(torch.device("cpu")), distributed._Parcel.load
+    broken, told = [rank == 1], []
+
+    def fails(*args):
+        if broken[0]:
+            broken[0] = False
+            raise MemoryError("no room")
+        return load(*args) if args else value_of(rank)
+
+    distributed._Parcel.load = fails
+    try:
+        for make in (fails, lambda: value_of(rank)):
+            broken[0] = rank == 1
+            with pytest.raises(RankError) as caught:
+                together.gather(make)
+            told.append(str(caught.value))
+        return told, together.gather(fails)
+    finally:
+        distributed._Parcel.load = load
+
+
+def test_what_ranks_gather_needs_room_on_all_of_them():
+    for told, received in run_ranks(2, gather):
+        assert told == ["rank 1: MemoryError: no room"] * 2
+        for rank, found in enumerate(received):
+            expected = value_of(rank)
+            assert torch.equal(found["rows"], expected["rows"]) and torch.equal(found["half"][0], expected["half"][0])
+            assert found["flag"].item() == (rank > 0) and found["n"] == rank
+
+
 def stack(rank, world_size):
     return Together(torch.device("cpu")).each(lambda: [torch.full((2,), rank / 3), torch.tensor(rank)], [(2,), ()])
 
