@@ -34,10 +34,10 @@ from lightning_ssl.callbacks._engine.replay import evaluation_mode
 from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks, log_now
 from lightning_ssl.callbacks._engine.stream import Stream, is_split, marks_of, read_by_several
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
-from lightning_ssl.callbacks.watcher import undisturbed
 from lightning_ssl.distributed import Together, agree, gather_objects
 from lightning_ssl.functional.regression import BUDGET
 from lightning_ssl.metrics.evaluation import Shard, Targets, place
+from lightning_ssl.precision import undisturbed
 
 __all__ = ["Features", "Probe", "Shard", "shard"]
 
@@ -355,10 +355,13 @@ class Probe(Diagnostic):
         self, trainer: L.Trainer, pl_module: L.LightningModule, split: str, probes: Sequence[Probe]
     ) -> dict[tuple[Any, ...], Shard] | None:
         """Collective: the shards of one pass over a split for several probes, or None and a warning."""
-        shares, loader = self._shares(trainer), self._loaders(trainer)[split == "test"]
+        shares = self._shares(trainer)
         shares.ran_out = False
+        loader: Any = None
 
         def make() -> dict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]:
+            nonlocal loader
+            loader = self._loaders(trainer)[split == "test"]
             readers = [probe._reader(pl_module) for probe in probes]
             pieces = 2**shares.halvings
             return embed(trainer, pl_module, self._holder(trainer), loader, split, readers, self.targets, pieces)
@@ -378,8 +381,10 @@ class Probe(Diagnostic):
 
     def _look_at(self, stream: Stream, split: str, trainer: L.Trainer) -> None:
         """Collective: say what a stream did not give, or gave twice."""
-        parts = self.together(trainer).gather(lambda: [torch.tensor(stream.marks, dtype=torch.long), stream.taken])
-        again, taken = read_by_several([marks for marks, _ in parts]), sum(number for _, number in parts)
+        together = self.together(trainer)
+        parts = together.gather(lambda: [torch.tensor(stream.marks, dtype=torch.long), stream.taken])
+        again = together.run(lambda: read_by_several([marks for marks, _ in parts]))
+        taken = sum(number for _, number in parts)
         if again > _REPEATED * taken:
             self.warn(
                 f"`data`: samples of the {split} stream were read by several ranks, so that others may be missing: all "

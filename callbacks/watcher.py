@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,14 +22,7 @@ from lightning_ssl.callbacks._engine.report import log_epoch, log_for_callbacks,
 from lightning_ssl.callbacks.diagnostic import Diagnostic, as_floats
 from lightning_ssl.folder import run_dir
 from lightning_ssl.functional.checks import check_rows, trusting
-from lightning_ssl.precision import exact_products
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Compute on captured tensors at full precision, without gradients, inside or outside inference mode."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products():
-        yield
+from lightning_ssl.precision import undisturbed
 
 
 def precise(x: Tensor) -> Tensor:

@@ -9,6 +9,13 @@ import torch
 
 
 @contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Compute on given tensors at full precision, without gradients, inside or outside inference mode or autocast."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False), exact_products():
+        yield
+
+
+@contextmanager
 def exact_products() -> Iterator[None]:
     """Inside, products of single-precision matrices and convolutions are in single precision: no TF32, no bfloat16.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
 
@@ -100,8 +101,9 @@ class Curvature:
     def __init__(self, loss: Any, basis: Basis, weight: Tensor | None = None) -> None:
         design = loss.design
         self._basis = basis
+        self._room = int(_BLOCKS * design.portion)
         # As many directions as there is memory for, and no more than pay: the blocks cost a look or two at all rows.
-        room = _BLOCKS // loss.outputs
+        room = self._room // loss.outputs
         most = design.dim if design.dim**2 <= min(room, design.total) else math.isqrt(min(room, design.total // 2))
         self._leading = 0 if weight is None else max(1, min(design.dim, most))
         self._inverse: tuple[float, Tensor] | None = None
@@ -134,7 +136,7 @@ class Curvature:
         """Collective: the blocks, a few outputs at a time, of the rows that were found and the light ones."""
         loss, design, together = self._loss, self._loss.design, self._loss.design.together
         size = self._leading + 1
-        width = max(1, _BLOCKS // 8 // size**2)  # outputs at a time
+        width = max(1, self._room // 8 // size**2)  # outputs at a time
 
         @cache  # made before the first exchange
         def prepared() -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -195,8 +197,11 @@ class Curvature:
         return self._inverse[1]
 
 
-def _threshold(loss: Any, basis: Basis, weigh: Any, wanted: int) -> Tensor:
-    """Collective: the weight above which each output has about `wanted` rows, found from those of the basis."""
+def _threshold(loss: Any, basis: Basis, weigh: Any, wanted: int) -> Callable[[], Tensor]:
+    """Collective: the weight above which each output has about `wanted` rows, found from those of the basis.
+
+    It is made when it is asked for, in the work before the next exchange.
+    """
     design, together, outputs = loss.design, loss.design.together, loss.outputs
 
     def look() -> list[Tensor]:
@@ -208,8 +213,13 @@ def _threshold(loss: Any, basis: Basis, weigh: Any, wanted: int) -> Tensor:
         return [counts.view(outputs, _STEPS)]
 
     counts = together.sum(look, [(outputs, _STEPS)])[0]
-    steps = (counts.cumsum(dim=1) * (design.total / basis.count) <= wanted).sum(dim=1)
-    return torch.exp2(-steps / _FINE).to(design.dtype)
+
+    @cache
+    def least() -> Tensor:
+        steps = (counts.cumsum(dim=1) * (design.total / basis.count) <= wanted).sum(dim=1)
+        return torch.exp2(-steps / _FINE).to(design.dtype)
+
+    return least
 
 
 def _few(loss: Any) -> int:
@@ -217,7 +227,9 @@ def _few(loss: Any) -> int:
     return max(16, loss.design.chunk * loss.design.dim // (2 * loss.outputs))
 
 
-def _heaviest(loss: Any, weigh: Any, least: Tensor) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+def _heaviest(
+    loss: Any, weigh: Any, least: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
     """Collective: each output's mean weight; what of the mean q and weight light rows have; this rank's heavier ones.
 
     Of these, which they are, for which output, and their q.
@@ -230,7 +242,7 @@ def _heaviest(loss: Any, weigh: Any, least: Tensor) -> tuple[Tensor, Tensor, lis
         for rows, _ in design.chunks(None, _few(loss)):
             q, weights = weigh(rows)
             total[0] += weights.sum(dim=0)
-            row, output = (weights > least).nonzero(as_tuple=True)
+            row, output = (weights > least()).nonzero(as_tuple=True)
             found.append((row + at, output, q[row, output]))
             for mean, part in zip(total[1:], (q, weights), strict=True):
                 part[row, output] = 0

@@ -15,17 +15,21 @@ from lightning_ssl.functional.curvature import Basis, Curvature
 # Pairs of steps and changes of the gradient that are kept.
 _HISTORY = 20
 
-# Of the rows: their loss, its gradient and their number.
-Sums: TypeAlias = list[Tensor] | None
-Search: TypeAlias = Generator[Tensor, Sums, None]
+# A point to look at the rows from, and numbers of which the first rank's are to come back.
+Question: TypeAlias = tuple[Tensor, tuple[float, ...]]
+# The mean loss at that point, its gradient along the directions, and those numbers.
+Answer: TypeAlias = tuple[Tensor, Tensor, list[float]]
+Search: TypeAlias = Generator[Question, Any, None]
+# How many numbers there may be.
+_NUMBERS = 3
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.flatten(), b.flatten())
 
 
-def _objective(value: Tensor, weight: Tensor, penalty: Tensor) -> float:
-    return float(value + 0.5 * (penalty * weight.square()).sum())
+def _penal(weight: Tensor, penalty: Tensor) -> float:
+    return float(0.5 * (penalty * weight.square()).sum())
 
 
 class Descent:
@@ -57,8 +61,14 @@ class Descent:
 
         def search() -> Search:
             weight = start()
-            at_zero, _ = self._mean((yield self.weight))
-            value, gradient = self._mean((yield weight))
+            if weight.shape != self._shape:
+                (outputs, dim), (wanted, known) = weight.shape, self._shape
+                raise ValueError(
+                    f"`start` must have weights [{wanted}, {known - 1}], a row a class, got [{outputs}, {dim - 1}]"
+                )
+            weight = self._loss.settle(weight)  # no step leads to another mean over classes
+            at_zero, *_ = yield self.weight, ()
+            value, gradient, _ = yield weight, ()
             if bool(value < at_zero):
                 self.weight, self._value, self._gradient = weight, value, gradient
 
@@ -71,25 +81,22 @@ class Descent:
         tolerance: float,
         max_iter: int,
         share: float = 1.0,
-        then: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """Collective: go down until the norm of the whitened gradient is at most `tolerance`; `then` do that.
+        told: Callable[[], Tensor] | None = None,
+    ) -> Tensor | None:
+        """Collective: go down until the norm of the whitened gradient is at most `tolerance`.
 
         With a share of the rows, only of these; what was learnt of them is then forgotten but for the weights.
+
+        Returns:
+            What the first rank tells of the end, of the weights' shape, the same on all ranks.
         """
         self.left = 0.0
         if share < 1:
             self._value = self._gradient = None
-
-        def search() -> Search:
-            yield from self._descend(l2 * self._penalised, curvature, tolerance, max_iter)
-            if then is not None:
-                then()
-
-        self._drive(search(), share)
+        found = self._drive(self._descend(l2 * self._penalised, curvature, tolerance, max_iter), share, told)
         if share < 1:
             self._pairs, self._value, self._gradient = [], None, None
-        return self.weight
+        return found
 
     def leap(self, l2: float, before: tuple[float, Tensor], last: tuple[float, Tensor]) -> None:
         """Collective: go on where two optima of stronger penalties point to, if the objective is lower there."""
@@ -100,51 +107,55 @@ class Descent:
                 return
             ahead = math.log(l2 / last[0]) / math.log(last[0] / before[0])
             weight = last[1] + (last[1] - before[1]) * ahead
-            value, gradient = self._mean((yield weight))
-            if _objective(value, weight, penalty) < _objective(self._value, self.weight, penalty):
+            value, gradient, (there, here, _) = yield weight, (_penal(weight, penalty), _penal(self.weight, penalty))
+            if float(value) + there < float(self._value) + here:
                 self._remember(weight - self.weight, gradient - self._gradient)
                 self.weight, self._value, self._gradient = weight, value, gradient
 
         self._drive(search())
 
-    def _drive(self, search: Search, share: float = 1.0) -> None:
-        """Collective: hand a search the sums over the rows at the points that it asks for, until it asks for no more.
+    def _drive(self, search: Search, share: float = 1.0, told: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Collective: answer what a search asks of the rows until it asks for no more; what the first rank tells then.
 
         What it does in between, every rank does alike, and in one exchange with the look at the rows that follows:
-        whatever goes wrong on any rank is known to all of them after it.
+        whatever goes wrong on any rank is known to all of them after it. Where processors round otherwise a search
+        might decide otherwise: it does so by the first rank's numbers, and is over where any rank's is.
         """
-        design, sums = self._loss.design, None
-        shapes: list[tuple[int, ...]] = [(), self._shape, ()]
-        some = cache(lambda: None if share == 1 else design.scattered(share))
+        design, together, sums = self._loss.design, self._together, None
+        shapes: list[tuple[int, ...]] = [(), self._shape, (4 + _NUMBERS,)]
+        leads, some = together.rank == 0, cache(lambda: None if share == 1 else design.scattered(share))
 
         def make() -> list[Tensor]:
             try:
-                weight = search.send(sums)
-            except StopIteration:  # no number of rows
-                return [self.weight.new_full(shape, math.nan) for shape in shapes]
+                weight, numbers = search.send(None if sums is None else self._answer(*sums))
+            except StopIteration:
+                return [self.weight.new_ones(shape) for shape in shapes]
             rows = some()
             loss, gradient = self._loss.loss(self._basis.raw(weight), rows)
-            return [loss, gradient, torch.tensor(float(len(design.features) if rows is None else len(rows)))]
+            count, known = design.count if rows is None else len(rows), len(self._pairs)
+            own = [*numbers, *[0.0] * (_NUMBERS - len(numbers))] if leads else [0.0] * _NUMBERS
+            return [loss, gradient, loss.new_tensor([0.0, count, known, known**2, *own])]
 
         while True:
-            sums = self._together.sum(make, shapes)
-            rows = float(sums[2])
-            if math.isnan(rows):
-                return
+            sums = together.sum(make, shapes)
+            over, rows, known, square = sums[2][:4].tolist()
+            if over:
+                break
+            if known**2 != square * together.ranks:
+                raise ValueError("the ranks' processors round too differently for one search; use equal ones")
             self.evaluations += rows / design.total
+        if told is None:
+            return None
+        return together.sum(lambda: [told() if leads else torch.zeros(self._shape)], [self._shape])[0]
 
-    def _mean(self, sums: Sums) -> tuple[Tensor, Tensor]:
-        """The mean loss and its gradient along the directions, from the sums over rows.
-
-        Turned after the sum over ranks: theirs are large where the sum is nearly zero.
-        """
-        assert sums is not None  # a point was asked for
-        loss, gradient, rows = sums
-        return loss / rows, self._loss.settle(self._basis.along(gradient / rows))
+    def _answer(self, loss: Tensor, gradient: Tensor, told: Tensor) -> Answer:
+        # Turned after the sum over ranks: theirs are large where the sum is nearly zero.
+        rows, numbers = told[1], told[4:].tolist()
+        return loss / rows, self._loss.settle(self._basis.along(gradient / rows)), numbers
 
     def _descend(self, penalty: Tensor, curvature: Curvature, tolerance: float, max_iter: int) -> Search:
         if self._value is None or self._gradient is None:
-            self._value, self._gradient = self._mean((yield self.weight))
+            self._value, self._gradient, _ = yield self.weight, ()
         last: Tensor | None = None  # the gradient before the newest pair, by the same curvature
         for _ in range(max_iter):
             norm, direction, slope, solved = self._direction(
@@ -152,11 +163,11 @@ class Descent:
             )
             if norm <= tolerance or not slope < 0:
                 return
-            before, step = _objective(self._value, self.weight, penalty), 1.0
+            own, step = (_penal(self.weight, penalty), slope), 1.0
             while True:
                 weight = self.weight + step * direction
-                value, gradient = self._mean((yield weight))
-                after = _objective(value, weight, penalty)
+                value, gradient, (there, here, slope) = yield weight, (_penal(weight, penalty), *own)
+                before, after = float(self._value) + here, float(value) + there
                 rise = after - before
                 if rise <= 1e-4 * step * slope or step < 1e-6:
                     break

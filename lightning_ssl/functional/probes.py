@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from lightning_ssl.distributed import Together
 from lightning_ssl.functional.checks import check_labels, check_positive, check_rows
 from lightning_ssl.functional.regression import place_rows
+from lightning_ssl.precision import undisturbed
 
 # Similarities held at a time: 2^25 floats are 128 MB.
 _SIMILARITIES = 2**25
@@ -27,7 +30,6 @@ class Neighbours(NamedTuple):
     labels: Tensor  # [Q, k] or [Q, k, C]
 
 
-@torch.no_grad()
 def knn_predict(
     queries: Tensor,
     bank: Tensor,
@@ -69,7 +71,6 @@ def knn_predict(
     return scores.argsort(dim=1, descending=True, stable=True)
 
 
-@torch.no_grad()
 def knn_scores(
     queries: Tensor,
     bank: Tensor,
@@ -99,12 +100,74 @@ def knn_scores(
         tensor([[0., 1.],
                 [1., 0.]], dtype=torch.float64)
     """
+    found: list[Tensor] = []
+
+    def take(scores: Tensor, which: slice) -> None:
+        if not found:
+            found.append(scores.new_empty(len(queries), num_classes))
+        found[0][which] = scores
+
+    vote(take, queries, bank, labels, num_classes, k, temperature, sharded, positions, budget)
+    together = sharded if isinstance(sharded, Together) else Together(bank.device, sharded)
+    return found[0] if found else torch.zeros(0, num_classes, dtype=together.wide, device=bank.device)
+
+
+def vote(
+    take: Callable[[Tensor, slice], None],
+    queries: Tensor,
+    bank: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    k: int = 200,
+    temperature: float = 0.1,
+    sharded: bool | Together = False,
+    positions: Tensor | None = None,
+    budget: int | None = None,
+) -> None:
+    """Hand the scores of :func:`knn_scores` to `take`, those of a few of this rank's queries at a time.
+
+    What goes wrong on one rank, in `take` too, is raised on all of them.
+
+    Args:
+        take: Gets scores ``[n, C]`` and which of the queries they are of.
+        queries: See :func:`knn_predict`, as for the others.
+        bank: The rows with known labels.
+        labels: See :func:`knn_scores`.
+        num_classes: C.
+        k: How many neighbours vote.
+        temperature: T.
+        sharded: Whether each rank passes its own rows and queries.
+        positions: The places of rows among all ranks'.
+        budget: How many similarities may be held at a time.
+
+    Example:
+        >>> vote(lambda scores, which: print(which, scores), torch.eye(1), torch.eye(1), torch.tensor([0]), 2, k=1)
+        slice(0, 1, None) tensor([[1., 0.]], dtype=torch.float64)
+    """
     if k < 1:
         raise ValueError(f"`k` must be at least 1, got {k}")
     check_positive(temperature, "temperature")
     together = sharded if isinstance(sharded, Together) else Together(bank.device, sharded)
+    with undisturbed(bank.device):
+        _vote(take, queries, bank, labels, num_classes, k, temperature, together, positions, budget)
+
+
+def _vote(
+    take: Callable[[Tensor, slice], None],
+    queries: Tensor,
+    bank: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    k: int,
+    temperature: float,
+    together: Together,
+    positions: Tensor | None,
+    budget: int | None,
+) -> None:
+    kinds = labels
 
     def look() -> int:
+        nonlocal kinds
         least = 1 if together.ranks == 1 else 0
         check_rows(bank, "bank", min_rows=least, nonzero=True)
         check_rows(queries, "queries", min_rows=least, nonzero=True)
@@ -116,32 +179,46 @@ def knn_scores(
             raise ValueError(f"`labels` must have shape {(len(bank), num_classes)}, got {tuple(labels.shape)}")
         if labels.ndim == 1:
             check_labels(labels, num_classes, len(bank))
+        kinds = labels.to(bank.device, torch.long if labels.ndim == 1 else together.wide)
         return len(queries)
 
     counts = [int(count) for count in together.gather(look)]
-    labels = labels.to(bank.device, torch.long if labels.ndim == 1 else together.wide)
-    total, positions = place_rows(bank, together, positions)
+    total, places, kept = place_rows(bank, together, positions)
     if not total:
         raise ValueError("`bank` needs at least 1 row on some rank, got none; pass a larger bank")
     k = min(k, total)
-    share = max(16, _QUERIES // together.ranks)  # of each rank's queries at a time
-    scores = []
-    for start in range(0, max(counts), share):
-        mine = queries[start : start + share]
-        asked = together.gather(lambda mine=mine: _unit(mine.to(bank.device), bank.dtype))  # type: ignore[misc]
+    share = _QUERIES // together.ranks  # of each rank's queries at a time
+    if labels.ndim == 2:
+        share = min(share, (budget or _SIMILARITIES) // (k * num_classes))
+    share = max(16, share)
+
+    def ask(which: slice, settle: Callable[[], None]) -> Tensor:
+        settle()  # the last ones, where what goes wrong is known to all
+        return _unit(queries[which].to(bank.device), kept)
+
+    def answer(asked: list[Tensor]) -> dict[str, Tensor]:
         everything = torch.cat([part.to(bank.device) for part in asked])
-        found = together.gather(  # type: ignore[misc]
-            lambda everything=everything: _nearest(everything, bank, labels, positions, k, budget)._asdict()  # type: ignore[misc]
-        )
+        return _nearest(everything, bank, kinds, places, k, budget)._asdict()
+
+    def hand_over(found: list[Neighbours], own: slice, which: slice) -> None:
+        if own.stop > own.start:
+            take(_votes(_merge(found, own, k), num_classes, temperature), which)
+        found.clear()
+
+    settle: Callable[[], None] = lambda: None  # noqa: E731
+    for start in range(0, max(counts), share):
+        which = slice(start, min(start + share, len(queries)))
+        asked = together.gather(partial(ask, which, settle))
+        found = [Neighbours(**part) for part in together.gather(partial(answer, asked))]
         at = sum(len(part) for part in asked[: together.rank])
-        own = slice(at, at + len(mine))
-        scores.append(_votes(_merge([Neighbours(**part) for part in found], own, k), num_classes, temperature))
-    return torch.cat(scores) if scores else torch.zeros(0, num_classes, dtype=together.wide, device=bank.device)
+        settle = partial(hand_over, found, slice(at, at + len(asked[together.rank])), which)
+    together.run(settle)
 
 
 def _unit(rows: Tensor, dtype: torch.dtype) -> Tensor:
     rows = rows.to(torch.promote_types(rows.dtype, torch.promote_types(dtype, torch.float32)))
-    return rows / rows.norm(dim=1, keepdim=True)
+    wide = torch.float32 if rows.device.type == "mps" else torch.float64  # squares of single precision leave its range
+    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=wide).to(rows.dtype)
 
 
 def _nearest(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +20,11 @@ from lightning_ssl.functional.checks import check_labels, check_positive, check_
 from lightning_ssl.functional.curvature import Basis, Curvature
 from lightning_ssl.functional.descent import Descent
 from lightning_ssl.functional.products import times_transposed
+from lightning_ssl.precision import undisturbed
 
 # Numbers that a few rows and what is made of them may hold at a time on a device: 2^25 floats are 128 MB.
 BUDGET = 2**25
+_TYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # Rows times dimensions times outputs up to which double precision costs nothing.
 _SMALL = 2**20
 # The whitened gradient's norm at which the curvature is worth a second look.
@@ -51,19 +54,29 @@ class Design:
         positions: The place of each row among all ranks' rows, ``[n]``; by default rows stand in the order of ranks.
         budget: How many numbers may be held at a time.
         outputs: How many numbers are predicted of a row.
+        only: Which of this rank's rows count, by default all; `positions` are of these.
     """
 
     def __init__(
-        self, features: Tensor, together: Together, positions: Tensor | None, budget: int, outputs: int = 1
+        self,
+        features: Tensor,
+        together: Together,
+        positions: Tensor | None,
+        budget: int,
+        outputs: int = 1,
+        only: Tensor | None = None,
     ) -> None:
-        self.features, self.together = features, together
-        self.dim = features.shape[1]
-        self.chunk = min(2048 if features.device.type == "cpu" else 2**30, max(16, budget // (2 * self.dim)))
-        self.total, self.positions = place_rows(features, together, positions)
-        self.given = torch.promote_types(features.dtype, torch.float32)
+        self.together, self._only = together, only
+        self.budget, self.portion = budget, min(1.0, budget / BUDGET)  # the latter of what else needs room
+        self.dim, self.count = features.shape[1], _count(features, only)
+        most = int(2048 * self.portion) if features.device.type == "cpu" else 2**30
+        self.chunk = max(16, min(most, budget // (2 * self.dim)))
+        self.total, self.positions, dtype = place_rows(features, together, positions, self.count)
+        self.features = features.to(dtype)  # of a rank without rows
+        self.given = torch.promote_types(dtype, torch.float32)
         small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
         self.dtype = torch.float64 if small else self.given
-        few = min(self.chunk, len(features) + -len(features) % 64)  # the curvature takes rows by 64
+        few = min(self.chunk, self.count + -self.count % 64)  # the curvature takes rows by 64
 
         def make() -> list[Tensor]:
             self._buffer = features.new_ones(few, self.dim + 1, dtype=self.dtype)
@@ -83,9 +96,9 @@ class Design:
         count, wide = 0, self.together.wide
         mean, squares = self.features.new_zeros(2, self.dim, dtype=wide)
         few = min(256 if self.features.device.type == "cpu" else self.chunk, self.chunk)
-        place = self.features.new_empty(min(few, len(self.features)), self.dim, dtype=wide)
-        for start in range(0, len(self.features), few):
-            part = self.features[start : start + few]
+        place = self.features.new_empty(min(few, self.count), self.dim, dtype=wide)
+        for start in range(0, self.count, few):
+            part = self._take(slice(start, start + few))
             rows = place[: len(part)].copy_(part)
             here = rows.mean(dim=0)
             off, share = here - mean, len(part) / (count + len(part))
@@ -96,13 +109,16 @@ class Design:
             check_rows(self.features, "features", min_rows=0)
         return [torch.tensor(float(count)), mean, squares]
 
+    def _take(self, which: Tensor | slice) -> Tensor:
+        return self.features[which if self._only is None else self._only[which]]
+
     def chunks(self, some: Tensor | None = None, chunk: int | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
         """Centred rows with a last column of ones, a few at a time and always in one place, and which they are."""
         chunk = min(chunk or self.chunk, self.chunk)
-        count = len(self.features) if some is None else len(some)
+        count = self.count if some is None else len(some)
         for start in range(0, count, chunk):
             which = slice(start, start + chunk) if some is None else some[start : start + chunk]
-            part = self.features[which]
+            part = self._take(which)
             rows = self._buffer[: len(part)]
             torch.sub(part, self.mean, out=rows[:, : self.dim])  # in the buffer's precision
             yield rows, which
@@ -110,6 +126,11 @@ class Design:
     def scattered(self, share: float) -> Tensor:
         """About that share of this rank's rows, spread evenly over all ranks' whatever order or period they have."""
         return (self.positions * _GOLDEN % 2**32 < share * 2**32).nonzero().flatten()
+
+    def result(self, found: Tensor) -> LinearProbeResult:
+        """A model from its weights with a last column of biases, in the units of the features."""
+        weight, bias = found[:, : self.dim], found[:, self.dim]
+        return LinearProbeResult(*(torch.empty_like(x, dtype=self.given).copy_(x) for x in (weight, bias)))
 
     def raw(self, weight: Tensor) -> LinearProbeResult:
         """Weights ``[C, d + 1]`` of standardised rows in the units of the features."""
@@ -124,14 +145,39 @@ class Design:
         return torch.cat([weight * deviation, (bias + weight @ self.mean.to(weight))[:, None]], dim=1)
 
 
-def place_rows(rows: Tensor, together: Together, positions: Tensor | None = None) -> tuple[int, Tensor]:
-    """Collective: how many rows all ranks have, and the places of this rank's among them."""
-    counts, widths = together.each(lambda: [torch.tensor(rows.shape)], [(2,)])[0].long().T.tolist()
+def place_rows(
+    rows: Tensor, together: Together, positions: Tensor | None = None, count: int | None = None
+) -> tuple[int, Tensor, torch.dtype]:
+    """Collective: how many rows all ranks have, the places of this rank's among them, and their type.
+
+    Args:
+        rows: This rank's.
+        together: The ranks.
+        positions: The places, if they are known.
+        count: How many of the rows count; by default all.
+    """
+    count = len(rows) if count is None else count
+    own = positions
+
+    def look() -> list[Tensor]:
+        nonlocal own
+        own = torch.arange(count, device=rows.device) if positions is None else positions.to(rows.device, torch.long)
+        return [torch.tensor((count, rows.shape[1], _TYPES.index(rows.dtype)))]
+
+    counts, widths, types = together.each(look, [(3,)])[0].long().T.tolist()
     if len(set(widths)) > 1:
         raise ValueError(f"all ranks' rows must have as many dimensions, got {widths} by rank; embed with one encoder")
-    if positions is None:
-        positions = torch.arange(len(rows)) + sum(counts[: together.rank])
-    return sum(counts), positions.to(rows.device, torch.long)
+    found = [number for number, n in zip(types, counts, strict=True) if n] or types
+    if len(set(found)) > 1:
+        names = [str(_TYPES[number]) for number in types]
+        raise ValueError(f"all ranks' rows must be of one type, got {names} by rank; convert them")
+    assert own is not None
+    places = own.add_(sum(counts[: together.rank])) if positions is None else own
+    return sum(counts), places, _TYPES[found[0]]
+
+
+def _count(features: Tensor, only: Tensor | None) -> int:
+    return len(features if only is None else only)
 
 
 class Classes:
@@ -144,7 +190,7 @@ class Classes:
         """The sums over this rank's rows of the cross-entropy of logits x W^T, and of its gradient, in one pass."""
         loss = torch.zeros((), dtype=self.design.together.wide, device=weight.device)
         grad = torch.zeros_like(weight, dtype=loss.dtype)
-        for rows, which in self.design.chunks(some, BUDGET // (2 * len(weight))):
+        for rows, which in self.design.chunks(some, max(16, self.design.budget // (2 * len(weight)))):
             z, truth = times_transposed(weight, rows), self.labels[which][None]  # C x n
             z -= z.gather(0, truth)  # relative to the true class
             top = z.amax(dim=0, keepdim=True)
@@ -168,7 +214,7 @@ class Attributes(Classes):
     def loss(self, weight: Tensor, some: Tensor | None) -> tuple[Tensor, Tensor]:
         loss = torch.zeros((), dtype=self.design.together.wide, device=weight.device)
         grad = torch.zeros_like(weight, dtype=loss.dtype)
-        for rows, which in self.design.chunks(some, BUDGET // (4 * len(weight))):
+        for rows, which in self.design.chunks(some, max(16, self.design.budget // (4 * len(weight)))):
             logits, truth = times_transposed(rows, weight), self.labels[which].to(rows.dtype)
             loss += F.binary_cross_entropy_with_logits(logits, truth, reduction="sum")
             grad += times_transposed((logits.sigmoid_() - truth).T, rows.T)
@@ -181,7 +227,6 @@ class Attributes(Classes):
         return logits.sigmoid()
 
 
-@torch.no_grad()
 def fit_linear_probe(
     features: Tensor,
     labels: Tensor,
@@ -232,7 +277,6 @@ def fit_linear_probe(
     ]
 
 
-@torch.no_grad()
 def fit_linear_path(
     features: Tensor,
     labels: Tensor,
@@ -244,6 +288,7 @@ def fit_linear_path(
     sharded: bool | Together = False,
     positions: Tensor | None = None,
     budget: int = BUDGET,
+    only: Tensor | None = None,
 ) -> list[LinearProbeResult]:
     """Fit :func:`fit_linear_probe` for several penalties, each from where the stronger one before it ended.
 
@@ -261,6 +306,8 @@ def fit_linear_path(
         sharded: Whether each rank passes its own rows.
         positions: The places of rows among all ranks'.
         budget: How many numbers a chunk may hold.
+        only: Which of the rows are fitted, by default all; `labels` and `positions` are of these. So a part of the
+            rows need not be copied.
 
     Returns:
         The models, in the order of `l2`.
@@ -278,12 +325,10 @@ def fit_linear_path(
     if max_iter < 1:
         raise ValueError(f"`max_iter` must be at least 1, got {max_iter}")
     together = sharded if isinstance(sharded, Together) else Together(features.device, sharded)
-    with torch.inference_mode(False):  # a caller's inference mode would forbid in-place updates
-        labels = labels.to(features.device).clone()
-        several = labels.ndim == 2
-        _check(features, labels, num_classes, together)
-        design = Design(features, together, positions, budget, num_classes)
-        loss = (Attributes if several else Classes)(design, labels if several else labels.long(), num_classes)
+    with undisturbed(features.device):
+        labels = _check(features, labels, num_classes, together, only)
+        design = Design(features, together, positions, budget, num_classes, only)
+        loss = (Attributes if labels.ndim == 2 else Classes)(design, labels, num_classes)
         basis = Basis(design)
         descent = Descent(loss, basis)
         if start is not None:
@@ -302,25 +347,27 @@ def fit_linear_path(
             if not number or (i is not None and (number - len(stages)) % _EVERY == 0):
                 curvature = Curvature(loss, basis, descent.weight)
 
-            def keep(i: int | None = i, value: float = value) -> None:
-                if i is not None:
-                    fitted[i] = _told(design, basis, descent, max_iter, value)
-
-            enough = tolerance if i is not None else _LOOSE * tolerance
-            weight = descent.minimise(value, curvature, enough, max_iter, then=keep)
-            trail = [*trail[-1:], (value, weight)]
+            if i is None:
+                descent.minimise(value, curvature, _LOOSE * tolerance, max_iter)
+            else:
+                told = partial(_told, design, basis, descent, max_iter, value)
+                found = descent.minimise(value, curvature, tolerance, max_iter, told=told)
+                assert found is not None
+                fitted[i] = design.result(found)
+            trail = [*trail[-1:], (value, descent.weight)]
     return [fitted[i] for i in range(len(l2))]
 
 
-def _told(design: Design, basis: Basis, descent: Descent, max_iter: int, l2: float) -> LinearProbeResult:
+def _told(design: Design, basis: Basis, descent: Descent, max_iter: int, l2: float) -> Tensor:
     """What a search has come to, and a warning where it has not come to its end."""
-    if descent.left and design.together.rank == 0:
+    if descent.left:
         warnings.warn(
             f"`max_iter={max_iter}` steps were not enough for l2={l2:g}: the objective may still fall by about "
             f"{descent.left:.1e}; raise `max_iter` or `l2`",
             stacklevel=1,
         )
-    return design.raw(descent.weight @ basis.vectors.T)
+    weight, bias = design.raw(descent.weight @ basis.vectors.T)
+    return torch.cat([weight, bias[:, None]], dim=1)
 
 
 def _check_shape(features: Tensor, together: Together) -> None:
@@ -328,27 +375,33 @@ def _check_shape(features: Tensor, together: Together) -> None:
         check_rows(features, "features", min_rows=2 if together.ranks == 1 else 0)
 
 
-def _check(features: Tensor, labels: Tensor, num_classes: int, together: Together) -> None:
-    """Collective: refuse on all ranks what any of them cannot use."""
+def _check(
+    features: Tensor, labels: Tensor, num_classes: int, together: Together, only: Tensor | None = None
+) -> Tensor:
+    """Collective: the labels of the rows, on their device; what any rank cannot use is refused on all."""
+    count, own = _count(features, only), labels
 
     def look() -> list[Tensor]:
+        nonlocal own
         _check_shape(features, together)
         if labels.ndim == 2:
-            if labels.shape != (len(features), num_classes) or bool(((labels != 0) & (labels != 1)).any()):
+            if labels.shape != (count, num_classes) or bool(((labels != 0) & (labels != 1)).any()):
                 raise ValueError(
-                    f"`labels` must be zeros and ones of shape {(len(features), num_classes)}, one column a class, got "
+                    f"`labels` must be zeros and ones of shape {(count, num_classes)}, one column a class, got "
                     f"{tuple(labels.shape)} of {labels.dtype}"
                 )
-            return [labels.double().sum(dim=0).ne(0).double()]
-        check_labels(labels, num_classes, len(features))
-        return [F.one_hot(labels.long().unique(), num_classes).sum(dim=0).double()]
+            own = labels.to(features.device).clone()
+            return [torch.stack([column.ne(0).any() for column in labels.T])]
+        check_labels(labels, num_classes, count)
+        own = labels.to(features.device, torch.long, copy=True)
+        return [F.one_hot(own.unique(), num_classes).sum(dim=0)]
 
     present = together.sum(look, [(num_classes,)])[0]
     if labels.ndim == 1 and int((present > 0).sum()) < 2:
         raise ValueError("`labels` hold one class only; a probe needs at least two: check the split")
+    return own
 
 
-@torch.no_grad()
 def fit_ridge(
     features: Tensor,
     targets: Tensor,
@@ -356,6 +409,7 @@ def fit_ridge(
     sharded: bool | Together = False,
     positions: Tensor | None = None,
     budget: int = BUDGET,
+    only: Tensor | None = None,
 ) -> list[LinearProbeResult]:
     r"""Ridge regression of continuous targets in closed form, for several penalties at once.
 
@@ -369,6 +423,7 @@ def fit_ridge(
         sharded: whether each rank passes its own rows.
         positions: the places of rows among all ranks'.
         budget: how many numbers a chunk may hold.
+        only: which of the rows are fitted, by default all; `targets` and `positions` are of these.
 
     Returns:
         The models in the units of the features and the targets, in the order of `l2`.
@@ -382,38 +437,44 @@ def fit_ridge(
     for value in l2:
         check_positive(value, "l2")
     together = sharded if isinstance(sharded, Together) else Together(features.device, sharded)
+    count = _count(features, only)
 
     def look() -> list[Tensor]:
         _check_shape(features, together)
-        if targets.ndim != 2 or len(targets) != len(features) or not targets.is_floating_point():
+        if targets.ndim != 2 or len(targets) != count or not targets.is_floating_point():
             raise ValueError(
-                f"`targets` must be floating point [{len(features)}, T], got {tuple(targets.shape)} of {targets.dtype}"
+                f"`targets` must be floating point [{count}, T], got {tuple(targets.shape)} of {targets.dtype}"
             )
         check_rows(targets, "targets", min_rows=0)
-        return [targets.sum(dim=0, dtype=together.wide)]
+        return [torch.tensor(targets.shape[1])]
 
-    sums = together.sum(look, [(targets.shape[1],)])[0]
-    design = Design(features, together, positions, budget)
-    centre = sums / design.total
-    dim, outputs = design.dim, targets.shape[1]
+    with undisturbed(features.device):
+        widths = together.each(look, [()])[0].long().tolist()
+        if len(set(widths)) > 1:
+            raise ValueError(f"all ranks' `targets` must have as many columns, got {widths} by rank")
+        design = Design(features, together, positions, budget, only=only)
+        dim, outputs, wide = design.dim, widths[0], together.wide
+        centre = together.sum(lambda: [targets.sum(dim=0, dtype=wide)], [(outputs,)])[0] / design.total
 
-    def moments() -> list[Tensor]:
-        gram = torch.zeros(dim, dim, dtype=together.wide, device=features.device)
-        cross = torch.zeros(outputs, dim, dtype=together.wide, device=features.device)
-        for rows, which in design.chunks():
-            x = rows[:, :dim]
-            gram += x.T @ x
-            cross += (targets[which].to(together.wide) - centre).to(x.dtype).T @ x
-        return [gram, cross]
+        def moments() -> list[Tensor]:
+            gram = torch.zeros(dim, dim, dtype=wide, device=features.device)
+            cross = torch.zeros(outputs, dim, dtype=wide, device=features.device)
+            for rows, which in design.chunks():
+                x = rows[:, :dim].to(wide)  # where features depend on each other, the last digits decide
+                gram.addmm_(x.T, x)
+                cross.addmm_((targets[which].to(wide) - centre).T, x)
+            return [gram, cross]
 
-    gram, cross = together.sum(moments, [(dim, dim), (outputs, dim)])
-    scale = design.scale
+        gram, cross = together.sum(moments, [(dim, dim), (outputs, dim)])
+        scale = design.scale
 
-    def solve() -> list[LinearProbeResult]:
-        values, vectors = torch.linalg.eigh(gram * scale * scale[:, None] / design.total)
-        turned = cross * scale @ vectors / design.total
-        weights = [turned / (values.clamp_min(0) + penalty) @ vectors.T for penalty in l2]
-        return [design.raw(torch.cat([weight, centre[:, None]], dim=1)) for weight in weights]
+        def solve() -> list[Tensor]:  # on one rank: another's processor may round otherwise
+            if together.rank:
+                return [torch.zeros(len(l2), outputs, dim + 1)]
+            values, vectors = torch.linalg.eigh(gram * scale * scale[:, None] / design.total)
+            turned = cross * scale @ vectors / design.total
+            weights = [turned / (values.clamp_min(0) + penalty) @ vectors.T for penalty in l2]
+            models = [design.raw(torch.cat([weight, centre[:, None]], dim=1)) for weight in weights]
+            return [torch.stack([torch.cat([weight, bias[:, None]], dim=1) for weight, bias in models])]
 
-    solved: list[LinearProbeResult] = together.run(solve)
-    return solved
+        return [design.result(found) for found in together.sum(solve, [(len(l2), outputs, dim + 1)])[0]]

@@ -9,7 +9,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 
-from lightning_ssl.functional import fit_linear_probe, knn_predict, probes
+from lightning_ssl.functional import fit_linear_probe, fit_ridge, knn_predict, probes, regression
 
 
 def clusters(n=300, dim=12, classes=5, spread=1.0, dtype=torch.float64):
@@ -117,3 +117,40 @@ def test_a_probe_that_ran_out_of_steps_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit_linear_probe(x, labels, 3, l2=1e-2)
+
+
+def test_a_start_may_have_any_mean_over_classes_and_must_fit():
+    x, labels = clusters(dtype=torch.float32)
+    best = fit_linear_probe(x, labels, 5, l2=1e-2, tolerance=1e-6)
+    start = regression.LinearProbeResult(best.weight + 0.5, best.bias - 3)
+    found = fit_linear_probe(x, labels, 5, l2=1e-2, tolerance=1e-6, start=start)
+    torch.testing.assert_close(found.weight, best.weight, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match=r"`start` must have weights \[5, 12\], a row a class, got \[4, 12\]"):
+        fit_linear_probe(x, labels, 5, start=regression.LinearProbeResult(best.weight[:4], best.bias[:4]))
+
+
+def test_gradients_autocast_and_coarse_products_change_nothing():
+    x, labels = clusters(n=3000, dtype=torch.float32)
+    several, numbers = torch.nn.functional.one_hot(labels, 5), x[:, :2] + 1
+    kinds = [
+        lambda x, start: [*fit_linear_probe(x, labels, 5, start=start)],
+        lambda x, start: [*fit_linear_probe(x, several, 5, start=start)],
+        lambda x, _: [*fit_ridge(x, numbers, [1e-3])[0]],
+        lambda x, _: [knn_predict(x[:50], x, labels, 5)],
+    ]
+    begin = fit_linear_probe(x[:1000], labels[:1000], 5)
+    for kind in kinds:
+        expected = kind(x, begin)
+        variable = [part.clone().requires_grad_() for part in (x, *begin)]
+        with torch.autocast("cpu", torch.bfloat16):
+            found = kind(variable[0], regression.LinearProbeResult(*variable[1:]))
+        assert all(torch.equal(a, b) and not b.requires_grad for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1e-24, 1e-10, 1e20])
+def test_knn_of_features_of_any_size(scale):
+    bank, labels = clusters(dtype=torch.float32)
+    queries = clusters(n=60, dtype=torch.float32)[0]
+    assert torch.equal(
+        knn_predict(queries * scale, bank * scale, labels, 5, k=20), knn_predict(queries, bank, labels, 5, k=20)
+    )

@@ -331,6 +331,72 @@ MUTANTS = [
         "tests/functional/test_sharded.py -k ties",
     ),
     Mutant(
+        "lightning_ssl/functional/regression.py",
+        "self.features[which if self._only is None else self._only[which]]",
+        "self.features[which]",
+        "tests/functional/test_sharded.py -k some_of",
+    ),
+    Mutant(
+        "lightning_ssl/functional/regression.py",
+        "if len(set(found)) > 1:",
+        "if False:",
+        "tests/functional/test_sharded.py -k unequal",
+    ),
+    Mutant(
+        "lightning_ssl/functional/regression.py",
+        "self.features = features.to(dtype)",
+        "self.features = features",
+        "tests/functional/test_sharded.py -k without_rows",
+    ),
+    Mutant(  # each rank's own way
+        "lightning_ssl/functional/descent.py",
+        "weight, numbers = search.send(None if sums is None else self._answer(*sums))",
+        "weight, numbers = search.send(None if sums is None else (*self._answer(*sums)[:2], numbers))",
+        "tests/functional/test_sharded.py -k round_otherwise",
+    ),
+    Mutant(
+        "lightning_ssl/functional/descent.py",
+        "told() if leads else torch.zeros(self._shape)",
+        "told() / together.ranks",
+        "tests/functional/test_sharded.py -k round_otherwise",
+    ),
+    Mutant(
+        "lightning_ssl/functional/descent.py",
+        "weight = self._loss.settle(weight)",
+        "pass",
+        "tests/functional/test_probes.py -k start",
+    ),
+    Mutant(
+        "lightning_ssl/functional/regression.py",
+        "x = rows[:, :dim].to(wide)",
+        "x = rows[:, :dim].float()",
+        "tests/functional/test_sharded.py -k depend",
+    ),
+    Mutant(
+        "callbacks/_engine/probe_data.py",
+        'drawn = getattr(batches, "sampler", None) or (i for batch in batches for i in batch)',
+        "pass",
+        "tests/callbacks/test_probe_shards.py -k batch_sampler",
+    ),
+    Mutant(
+        "lightning_ssl/distributed.py",
+        "at += _room(dtype, shape)",
+        "at += size",
+        "tests/test_distributed.py",
+    ),
+    Mutant(  # the ranks would wait for each other: nothing is raised on one that has room
+        "lightning_ssl/distributed.py",
+        "flag = torch.tensor(float(problem is not None), device=self.device)",
+        "flag = torch.tensor(0.0, device=self.device)",
+        "tests/test_distributed.py -k room",
+    ),
+    Mutant(
+        "lightning_ssl/functional/probes.py",
+        "settle()  # the last ones",
+        "pass  # the last ones",
+        "tests/functional/test_probes.py tests/functional/test_sharded.py",
+    ),
+    Mutant(
         "lightning_ssl/distributed.py",
         "flat[-1] = 1.0",
         "flat[-1] = 0.0",
@@ -428,8 +494,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/regression.py",
-        "if len(set(widths)) > 1:",
-        "if False:",
+        "\n    if len(set(widths)) > 1:",
+        "\n    if False:",
         "tests/functional/test_sharded.py -k unequal",
     ),
     Mutant(
