@@ -27,6 +27,8 @@ NOT_LIGHTNINGS = {
     "_linear_pointwise",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_cache",  # torchmetrics', as the next two
+    "_defaults",
     "_reductions",
     "_fields",
     "_get_default_store",

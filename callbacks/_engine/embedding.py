@@ -152,10 +152,14 @@ def gathered(together: Together, shard: Shard) -> Features:
     if together.ranks == 1:
         return Features(shard.rows.float(), shard.labels)
     parts = together.gather(lambda: {"rows": shard.rows, "labels": shard.labels, "at": shard.positions})
-    filled = [part for part in parts if len(part["at"])]
-    rows, labels, at = (torch.cat([part[name] for part in filled]) for name in ("rows", "labels", "at"))
-    order = at.argsort()
-    return Features(rows[order].float(), labels[order])
+
+    def ordered() -> Features:
+        filled = [part for part in parts if len(part["at"])]
+        rows, labels, at = (torch.cat([part[name] for part in filled]) for name in ("rows", "labels", "at"))
+        order = at.argsort()
+        return Features(rows[order].float(), labels[order])
+
+    return together.run(ordered)  # type: ignore[no-any-return]
 
 
 def fingerprint(module: nn.Module) -> tuple[float, ...]:

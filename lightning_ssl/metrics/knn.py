@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,21 +58,53 @@ class SplitMetric(ReducedMetric):
         getattr(self, f"{split}_labels").append(labels.to(features.device))
         getattr(self, f"{split}_indices").append(indices.to(features.device, torch.long))
 
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Add rows: a part of one split has no value of its own."""
+        self.update(*args, **kwargs)
+
     def _sync_dist(self, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None) -> None:
         """Rows stay: `compute` works on all ranks together instead."""
         self._spread, self._group = True, process_group or self.process_group
+
+    def _copy_state_dict(self) -> dict[str, Any]:
+        """Rows are only ever added: other lists of them are copy enough."""
+        return {name: list(getattr(self, name)) for name in self._defaults}
+
+    def _rows(self, name: str) -> Tensor:
+        pieces = getattr(self, name)
+        if len(pieces) > 1:
+            if self._cache is not None:  # what the state is after `compute`
+                self._cache[name] = pieces
+            _join(pieces)
+        return super()._rows(name) if len(pieces) != 1 else pieces[0]
 
     def _shards(self) -> tuple[Together, list[Shard]]:
         together = Together(self.device, sharded=self._spread, group=self._group)
         self._spread = False
         shards = []
         for split in self.splits:
-            # Copies: a shard is put into order in place.
-            columns = [self._rows(f"{split}_{name}").clone() for name in ("features", "labels", "indices")]
-            made = {("",): (columns[0], columns[1], columns[2])}
-            shards.append(place(together, partial(dict, made))[("",)])
+
+            def made(split: str = split) -> dict[Any, tuple[Tensor, Tensor, Tensor]]:
+                columns = [self._rows(f"{split}_{name}") for name in ("features", "labels", "indices")]
+                return {("",): (columns[0], columns[1], columns[2])}
+
+            shards.append(place(together, made, keep=True)[("",)])
             self._check_updated(shards[-1].total)
         return together, shards
+
+
+def _join(pieces: list[Tensor]) -> None:
+    """Make one tensor of a list's, there and piece by piece: both at once would be twice the memory."""
+    if len({(piece.dtype, piece.shape[1:], piece.device) for piece in pieces}) > 1:
+        pieces[:] = [torch.cat(pieces)]
+        return
+    at, whole = 0, pieces[0].new_empty(sum(map(len, pieces)), *pieces[0].shape[1:])
+    pieces.reverse()
+    while pieces:
+        piece = pieces.pop()
+        whole[at : at + len(piece)] = piece
+        at += len(piece)
+    pieces.append(whole)
 
 
 class KNNAccuracy(SplitMetric):

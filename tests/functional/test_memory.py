@@ -26,6 +26,33 @@ CASES = {
         "x, y = torch.randn(40_000, 512), torch.randint(500, (40_000,));"
         "peak(lambda: F.fit_linear_probe(x, y, 500, 4e-3, max_iter=2, tolerance=0.0))",
     ),
+    # Nine tenths of the features would be 184 MB, and the outputs for all of them 400 MB.
+    "linear_evaluation": (
+        260,
+        "from lightning_ssl.metrics.evaluation import Shard, linear_evaluation;"
+        "from lightning_ssl.distributed import Together; torch.manual_seed(0);"
+        "x, y, at = torch.randn(100_000, 512), torch.randint(1000, (100_000,)), torch.arange(100_000);"
+        "part = lambda n: Shard(x[:n], y[:n], at[:n], n); together = Together(x.device, sharded=False);"
+        "linear_evaluation(part(600), part(600), 1000, [1.0, 0.9], together);"
+        "peak(lambda: linear_evaluation(part(100_000), part(100_000), 1000, [1.0, 0.9], together))",
+    ),
+    # The votes for all queries would be 400 MB.
+    "knn_evaluation": (
+        300,
+        "from lightning_ssl.metrics.evaluation import Shard, knn_evaluation;"
+        "from lightning_ssl.distributed import Together; torch.manual_seed(0);"
+        "x, y, at = torch.randn(50_000, 16), torch.randint(1000, (50_000,)), torch.arange(50_000);"
+        "bank, queries = Shard(x[:500], y[:500], at[:500], 500), Shard(x, y, at, 50_000);"
+        "peak(lambda: knn_evaluation(bank, queries, 1000, 20, 0.1, Together(x.device, sharded=False)))",
+    ),
+    "metric": (
+        300,
+        "from lightning_ssl.metrics import KNNAccuracy; torch.manual_seed(0); made = KNNAccuracy(10, k=20);"
+        "y, at = torch.randint(10, (100_000,)), torch.arange(100_000);"
+        "rows = [torch.randn(1000, 512) for _ in range(100)];"  # 205 MB
+        "[made.update(rows.pop(), y[i * 1000 :][:1000], at[i * 1000 :][:1000], split='bank') for i in range(100)];"
+        "made.update(torch.randn(100, 512), y[:100], at[:100], split='query'); peak(made.compute)",
+    ),
     "knn_predict": (
         400,
         "bank, y = torch.randn(50_000, 512), torch.randint(0, 10, (50_000,));"

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from sklearn.metrics import r2_score
 from torch import nn
 from torchmetrics import MetricCollection
 
@@ -21,6 +22,7 @@ from lightning_ssl.metrics import (
     SecondMoment,
     Uniformity,
 )
+from lightning_ssl.metrics.evaluation import places_of
 from tests.ddp import run_ranks
 
 CLASSES, D = 4, 6
@@ -246,6 +248,69 @@ def test_knn_drops_what_a_sampler_repeats():
     again = torch.tensor([0, 1, 2, 3, 4, 5, 6, 0, 1])
     votes = functional.knn_predict(y[again], x[again], labels[again], CLASSES, k=3)[:, 0]
     assert (votes == labels[again]).double().mean() != expected
+
+
+def go_on(rank, world_size):
+    """Rows in shuffled order, some on both ranks; the state after `compute`, and what more rows then make of it."""
+    x, y, labels = make_data()
+    metric, found = LinearProbeAccuracy(CLASSES, 1e-2), []
+    for part in (torch.arange(24), torch.arange(24, 37)):
+        take = part[torch.randperm(len(part), generator=torch.Generator().manual_seed(rank))]
+        for some in take.split(5):
+            metric.update(x[some], labels[some], some, split="train")
+            metric.update(y[some], labels[some], some, split="test")
+        found.append({name: float(value) for name, value in metric.compute().items()})
+        metric._computed = None
+    (rows,), (at,) = metric.train_features, metric.train_indices
+    return found, torch.equal(rows, x[at]), sorted(at.tolist()) == list(range(37))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_was_fed_stays_after_compute(world_size):
+    x, y, labels = make_data()
+    for found, same, every in run_ranks(world_size, go_on):
+        for values, n in zip(found, (24, 37), strict=True):
+            weight, bias = functional.fit_linear_probe(x[:n], labels[:n], CLASSES, 1e-2)
+            top1 = ((y[:n] @ weight.T + bias).argmax(dim=1) == labels[:n]).double().mean()
+            assert values["top1"] == pytest.approx(float(top1))
+        assert same and every
+
+
+def test_of_equal_scores_the_first_class_counts():
+    dice = torch.Generator().manual_seed(0)
+    scores = torch.randint(4, (500, 7), generator=dice).float()
+    scores[torch.rand(500, 7, generator=dice) < 0.1] = torch.nan
+    truth = torch.randint(7, (500,), generator=dice)
+    ranked = scores.argsort(dim=1, descending=True, stable=True)
+    expected = (ranked == truth[:, None]).int().argmax(dim=1)
+    known = ~scores.gather(1, truth[:, None]).isnan()[:, 0]
+    found = places_of(scores, truth)
+    assert torch.equal(found[known], expected[known]) and bool((found[~known] >= 6).all())
+
+
+def test_a_call_only_adds_rows():
+    """A part of one split has no value: torchmetrics would have lost the rows before it."""
+    x, y, labels = make_data()
+    called, fed = (KNNAccuracy(CLASSES, k=3) for _ in range(2))
+    for some in torch.arange(37).split(10):
+        for split, rows in (("bank", x), ("query", y)):
+            assert called(rows[some], labels[some], some, split=split) is None
+            fed.update(rows[some], labels[some], some, split=split)
+    assert called.compute() == fed.compute()
+
+
+def test_a_constant_target_counts_as_in_scikit_learn():
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 5, generator=dice)
+    targets = torch.stack([x[:, 0] + 0.1 * torch.randn(200, generator=dice), torch.full((200,), 1e4 + 0.1)], dim=1)
+    for shift in (0.0, 1.0):
+        metric = LinearProbeAccuracy(2, 1e-6, targets="continuous")
+        metric.update(x, targets, torch.arange(200), split="train")
+        metric.update(x[:50], targets[:50] + shift, torch.arange(50), split="test")
+        weight, bias = functional.fit_ridge(x, targets, [1e-6])[0]
+        expected = r2_score((targets[:50] + shift).double(), (x[:50] @ weight.T + bias).double())
+        found = float(metric.compute()["r2"])
+        assert found == pytest.approx(expected, abs=1e-6) or (not shift and found > expected)
 
 
 def different_widths(rank, world_size):

@@ -172,8 +172,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/metrics/evaluation.py",
-        "correct.any(dim=1)",
-        "correct.all(dim=1)",
+        "(place < 1).sum()",
+        "(place < 2).sum()",
         "tests/callbacks/test_probes.py -k scikit",
     ),
     Mutant(
@@ -196,14 +196,14 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/metrics/evaluation.py",
-        "path = fit(train.part(~chosen, together), l2, start)",
-        "chosen, path = ~chosen, fit(train.part(~chosen, together), l2, start)",
+        "decide = train.part(lambda: shuffled(train.positions) < held_out, together)",
+        "decide = test",
         "tests/callbacks/test_probe_shards.py -k penalty",
     ),
     Mutant(
         "lightning_ssl/metrics/evaluation.py",
-        "min(shots, len(own)) - 1",
-        "min(shots, len(own)) - 2",
+        "min(shots, len(of_class)) - 1",
+        "min(shots, len(of_class)) - 2",
         "tests/callbacks/test_probe_shards.py -k shots",
     ),
     # What is logged

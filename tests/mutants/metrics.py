@@ -35,9 +35,27 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/metrics/evaluation.py",
-        "stable=True)[:, :5]",
-        "stable=True)[:, :2]",
+        "(place < 5).sum()",
+        "(place < 2).sum()",
         "tests/metrics/test_metrics.py -k knn",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/evaluation.py",
+        "((scores == own) & before).sum(dim=1)",
+        "(scores == own).sum(dim=1) * 0",
+        "tests/metrics/test_metrics.py -k of_equal_scores",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/evaluation.py",
+        "(~(scores <= own)).sum(dim=1)",
+        "(scores > own).sum(dim=1)",
+        "tests/metrics/test_metrics.py -k of_equal_scores",
+    ),
+    Mutant(
+        "lightning_ssl/metrics/knn.py",
+        "self._cache[name] = pieces",
+        "pass",
+        "tests/metrics/test_metrics.py -k stays",
     ),
     Mutant(
         "lightning_ssl/metrics/knn.py",
