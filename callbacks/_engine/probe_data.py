@@ -97,11 +97,15 @@ def _limited(loader: Any, limit: int | None) -> Iterator[Any]:
 
 def _positions(loader: DataLoader[Any]) -> list[int]:
     """The dataset positions a loader draws from, each once; an order or a shard of its own does not matter."""
-    if isinstance(loader.sampler, (SequentialSampler, RandomSampler, DistributedSampler)):
+    drawn: Any = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:  # `sampler` is then none of its own
+        batches: Any = loader.batch_sampler
+        drawn = getattr(batches, "sampler", None) or (i for batch in batches for i in batch)
+    if isinstance(drawn, (SequentialSampler, RandomSampler, DistributedSampler)):
         return list(range(len(loader.dataset)))  # type: ignore[arg-type]
     with isolate_rng():
         torch.manual_seed(0)  # a sampler that draws must draw the same on all ranks
-        return sorted({int(i) for i in loader.sampler})
+        return sorted({int(i) for i in drawn})
 
 
 def _reload(

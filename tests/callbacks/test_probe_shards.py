@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,8 +14,18 @@ from PIL import Image
 from sklearn.linear_model import Ridge
 from sklearn.metrics import average_precision_score, r2_score
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+    default_collate,
+)
 
+from lightning_ssl import distributed
 from lightning_ssl.callbacks import KNNProbe, LinearProbe, Probe
 from lightning_ssl.callbacks._engine import embedding, stream
 from lightning_ssl.functional import descent, fit_linear_probe, probes, regression
@@ -278,6 +289,20 @@ def test_any_kind_of_data_is_embedded_alike():
     assert pictures == look([KNNProbe("backbone", (Bytes(train), Bytes(test)), k=5)], module)
 
 
+def test_samples_that_a_batch_sampler_leaves_out_are_left_out():
+    parts = [pair()[0].dataset] * 2
+    drawn = [SubsetRandomSampler(range(0, 20)), SubsetRandomSampler(range(20, 48))]
+    loaders = [
+        DataLoader(part, batch_sampler=BatchSampler(some, 5, False)) for part, some in zip(parts, drawn, strict=True)
+    ]
+    expected = [DataLoader(part, batch_size=5, sampler=some) for part, some in zip(parts, drawn, strict=True)]
+    module = strangers.MeanLoss()
+    found = look([Digest("backbone", loaders)], module)
+    assert found["val/train_rows"] == 20 and found == look([Digest("backbone", expected)], module)
+    whole = BatchSampler(DistributedSampler(parts[0], 2, 1), 5, False)
+    assert look([Digest("backbone", [DataLoader(parts[0], batch_sampler=whole)] * 2)])["val/train_rows"] == 48
+
+
 def test_attributes_and_numbers_against_scikit_learn():
     module, values = strangers.MeanLoss(), {}
     for targets, cls in (("multilabel", strangers.Attributes), ("continuous", strangers.Values)):
@@ -360,6 +385,9 @@ PLACES = {
     "embedding": (embedding, "_run"),
     "gathering": (evaluation, "_arrange"),
     "similarity": (probes, "_cosines"),
+    "votes": (probes, "_votes"),
+    "exchange": (distributed._Parcel, "load"),
+    "test rows": (evaluation, "predict"),
     "principal directions": (torch.linalg, "eigh"),
     "curvature": (regression.Classes, "probabilities"),
     "heaviest rows": (torch, "bincount"),
@@ -371,7 +399,7 @@ PLACES = {
 
 
 def short_rank(place):
-    return 0 if place == "principal directions" else 1  # the first rank finds them for all
+    return 0 if place in ("principal directions", "coefficients") else 1  # the first rank finds them for all
 
 
 def short_of_memory(rank, ranks, place, short=True):
@@ -388,11 +416,12 @@ def short_of_memory(rank, ranks, place, short=True):
 
     setattr(owner, name, fails)
     history, data = History(), pair(train=41, test=23)
-    dtype = "float16" if place == "similarity" else "float32"
+    nearest = place in ("similarity", "votes")
+    dtype = "float16" if nearest else "float32"
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            kinds = [KNNProbe] if place == "similarity" else [LinearProbe]
+            kinds = [KNNProbe] if nearest else [LinearProbe]
             callbacks = [kind("backbone", data, dtype=dtype) for kind in kinds]
             run = ddp_trainer(rank, ranks, callbacks, logger=history)
             run.fit(strangers.MeanLoss(), strangers.ordered_loader(strangers.Pairs(24), 12, rank, ranks))
@@ -410,6 +439,65 @@ def test_memory_that_one_rank_cannot_have_is_a_warning_on_all(place):
         assert taken == steps
         found = {key: value for key, value in values.items() if key.startswith("val/")}
         assert found and found == pytest.approx({key: expected[key] for key in found}, abs=1e-6)
+
+
+class Scarce(TorchDispatchMode):
+    """Memory for the tensor that would be the n-th of 150 numbers and more is not to be had."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.left, self.seen = n, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace != "c10d" and not func.is_view and isinstance(out, torch.Tensor) and out.numel() >= 150:
+            self.seen += 1
+            if self.seen == self.left:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return out
+
+
+def scarce(rank, ranks, first, every):
+    """Three probes, again and again: at one place after the other one of the ranks finds no memory."""
+    data, probe, tell = pair(train=161, test=83), Probe._probe, distributed.gather_objects
+
+    def told_in_any_case(*args):  # plain data: some hundred bytes
+        with _disable_current_modes():
+            return tell(*args)
+
+    def run(short, n):
+        mode = Scarce(n)
+
+        def watched(*args):
+            with mode if rank == short else nullcontext():
+                return probe(*args)
+
+        Probe._probe, distributed.gather_objects = watched, told_in_any_case
+        torch.manual_seed(0)
+        kinds = [KNNProbe("backbone", data, k=5), LinearProbe("backbone", data, l2=[1e-1, 1e-2])]
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                run = ddp_trainer(rank, ranks, [*kinds, LinearProbe("backbone", data, shots=5, name="shots")])
+                run.validate(strangers.MeanLoss(), strangers.loader(strangers.Pairs(8)), verbose=False)
+        finally:
+            Probe._probe, distributed.gather_objects = probe, tell
+        told = [str(w.message) for w in caught if "ran out of memory" in str(w.message)]
+        values = {key: float(value) for key, value in run.callback_metrics.items() if key.startswith("val/")}
+        return distributed.gather_objects((mode.seen, told))[short], told, values, n
+
+    (count, _), _, expected, _ = run(0, 0)
+    return expected, [run(n % 2, n) for n in range(first, count, every)]
+
+
+@pytest.mark.parametrize("first", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (27, 47))])
+def test_memory_that_one_rank_lacks_anywhere_is_a_warning_on_all(first):
+    both = run_ranks(2, scarce, first, 60)
+    for expected, found in both:
+        assert len(found) >= 10 and len(expected) >= 7
+        for (seen, short), told, values, n in found:
+            assert (n, seen, len(short), len(told)) == (n, seen, *2 * [int(seen >= n)])
+            assert values == pytest.approx({key: expected[key] for key in values}, abs=1e-6)
 
 
 def test_memory_that_is_short_in_one_process_is_a_warning(monkeypatch):
