@@ -19,6 +19,7 @@ def value_of(rank):
         "rows": rows,
         "half": [torch.full((2, 2), rank, dtype=torch.bfloat16)],
         "flag": torch.tensor(rank > 0),
+        "last": torch.full((3,), rank / 3, dtype=torch.float64),  # behind a single byte
         "n": rank,
     }
 
@@ -39,7 +40,7 @@ def test_every_rank_gets_every_value(world_size):
             expected = value_of(rank)
             assert found["n"] == rank and found["rows"].dtype == torch.float64
             assert torch.equal(found["rows"], expected["rows"]) and torch.equal(found["half"][0], expected["half"][0])
-            assert found["flag"].item() == (rank > 0)
+            assert found["flag"].item() == (rank > 0) and torch.equal(found["last"], expected["last"])
 
 
 def test_a_problem_is_raised_on_all_ranks_in_its_own_words():

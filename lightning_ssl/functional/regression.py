@@ -66,13 +66,12 @@ class Design:
         outputs: int = 1,
         only: Tensor | None = None,
     ) -> None:
-        self.together, self._only = together, only
+        self.features, self.together, self._only = features, together, only
         self.budget, self.portion = budget, min(1.0, budget / BUDGET)  # the latter of what else needs room
         self.dim, self.count = features.shape[1], _count(features, only)
         most = int(2048 * self.portion) if features.device.type == "cpu" else 2**30
         self.chunk = max(16, min(most, budget // (2 * self.dim)))
         self.total, self.positions, dtype = place_rows(features, together, positions, self.count)
-        self.features = features.to(dtype)  # of a rank without rows
         self.given = torch.promote_types(dtype, torch.float32)
         small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
         self.dtype = torch.float64 if small else self.given

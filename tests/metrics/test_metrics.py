@@ -10,6 +10,7 @@ from torch import nn
 from torchmetrics import MetricCollection
 
 from lightning_ssl import functional
+from lightning_ssl.functional import probes
 from lightning_ssl.metrics import (
     Alignment,
     CorrelationBound,
@@ -21,8 +22,8 @@ from lightning_ssl.metrics import (
     PrototypeUse,
     SecondMoment,
     Uniformity,
+    evaluation,
 )
-from lightning_ssl.metrics.evaluation import places_of
 from tests.ddp import run_ranks
 
 CLASSES, D = 4, 6
@@ -284,8 +285,24 @@ def test_of_equal_scores_the_first_class_counts():
     ranked = scores.argsort(dim=1, descending=True, stable=True)
     expected = (ranked == truth[:, None]).int().argmax(dim=1)
     known = ~scores.gather(1, truth[:, None]).isnan()[:, 0]
-    found = places_of(scores, truth)
+    found = evaluation.places_of(scores, truth)
     assert torch.equal(found[known], expected[known]) and bool((found[~known] >= 6).all())
+
+
+@pytest.mark.parametrize("targets", ["class", "multilabel", "continuous"])
+def test_predictions_count_alike_a_few_at_a_time(targets, monkeypatch):
+    x, y, labels = make_data()
+    labels = {"class": labels, "multilabel": nn.functional.one_hot(labels, CLASSES), "continuous": y[:, :CLASSES]}[
+        targets
+    ]
+    train, test = (evaluation.Shard(rows, labels, torch.arange(37), 37) for rows in (x, y))
+    together, found = evaluation.Together(x.device, sharded=False), []
+    for budget, queries in ((2**25, 1024), (64, 16)):
+        monkeypatch.setattr(probes, "_QUERIES", queries)
+        linear = evaluation.linear_evaluation(train, test, CLASSES, [1e-1, 1e-2], together, targets, budget=budget)
+        nearest = evaluation.knn_evaluation(train, test, CLASSES, 5, 0.1, together, targets, budget)
+        found.append({**linear.values, **{f"knn_{name}": value for name, value in nearest.items()}})
+    assert found[0] == pytest.approx(found[1], abs=1e-5) and len(found[0]) > 1
 
 
 def test_a_call_only_adds_rows():

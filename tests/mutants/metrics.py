@@ -52,6 +52,12 @@ MUTANTS = [
         "tests/metrics/test_metrics.py -k of_equal_scores",
     ),
     Mutant(
+        "lightning_ssl/metrics/evaluation.py",
+        "[a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums",
+        "sums",
+        "tests/metrics/test_metrics.py -k few_at_a_time",
+    ),
+    Mutant(
         "lightning_ssl/metrics/knn.py",
         "self._cache[name] = pieces",
         "pass",
