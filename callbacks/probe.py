@@ -487,16 +487,17 @@ class Probe(Diagnostic):
                 / trainer.world_size
                 / _multiplications_a_second(together.device)
             )
-            self._say(totals, dim, sum(n for n in own if n is not None) / speed + work, "about ")
+            self._say(trainer, totals, dim, sum(n for n in own if n is not None) / speed + work, "about ")
 
     def _state_cost(self, trainer: L.Trainer, train: Shard, test: Shard, seconds: float) -> None:
-        self._say([train.total, test.total], train.rows.shape[1], seconds, "")
+        self._say(trainer, [train.total, test.total], train.rows.shape[1], seconds, "")
 
-    def _say(self, totals: Sequence[int], dim: int, seconds: float, about: str) -> None:
-        size = sum(totals) * dim * _DTYPES[self.dtype].itemsize
+    def _say(self, trainer: L.Trainer, totals: Sequence[int], dim: int, seconds: float, about: str) -> None:
+        size, ranks = sum(totals) * dim * _DTYPES[self.dtype].itemsize, max(1, ranks_of(trainer))
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
         self.tell(
-            f"a probe takes {totals[0]:,} + {totals[1]:,} rows of {dim} features, {size / 1e6:.3g} MB over all ranks, "
-            f"at most {6 * 4 * BUDGET / 1e6:.0f} MB for chunks on each, {about}{seconds:.2g} s"
+            f"a probe takes {totals[0]:,} + {totals[1]:,} rows of {dim} features, {size / ranks / 1e6:.3g} MB{each}, "
+            f"at most {6 * 4 * BUDGET / 1e6:.0f} MB more for chunks, {about}{seconds:.2g} s"
         )
 
     def _loaders(self, trainer: L.Trainer) -> ProbeLoaders:
