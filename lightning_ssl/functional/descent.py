@@ -51,6 +51,7 @@ class Descent:
         self._penalised[-1] = 0
         # Steps, and changes of the loss's gradient, in the precision of the rows: they only say where to go.
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._learnt = 0  # pairs so far
         self._value: Tensor | None = None
         self._gradient: Tensor | None = None
         self.evaluations = 0.0  # in passes over all rows
@@ -60,13 +61,7 @@ class Descent:
         """Collective: go on from where `start` says, unless zero is better."""
 
         def search() -> Search:
-            weight = start()
-            if weight.shape != self._shape:
-                (outputs, dim), (wanted, known) = weight.shape, self._shape
-                raise ValueError(
-                    f"`start` must have weights [{wanted}, {known - 1}], a row a class, got [{outputs}, {dim - 1}]"
-                )
-            weight = self._loss.settle(weight)  # no step leads to another mean over classes
+            weight = self._loss.settle(start())  # no step leads to another mean over classes
             at_zero, *_ = yield self.weight, ()
             value, gradient, _ = yield weight, ()
             if bool(value < at_zero):
@@ -132,7 +127,7 @@ class Descent:
                 return [self.weight.new_ones(shape) for shape in shapes]
             rows = some()
             loss, gradient = self._loss.loss(self._basis.raw(weight), rows)
-            count, known = design.count if rows is None else len(rows), len(self._pairs)
+            count, known = design.count if rows is None else len(rows), self._learnt
             own = [*numbers, *[0.0] * (_NUMBERS - len(numbers))] if leads else [0.0] * _NUMBERS
             return [loss, gradient, loss.new_tensor([0.0, count, known, known**2, *own])]
 
@@ -182,6 +177,7 @@ class Descent:
     def _remember(self, step: Tensor, change: Tensor) -> bool:
         rises = bool(_dot(step, change) > 0)
         if rises:
+            self._learnt += 1
             self._pairs = [*self._pairs[1 - _HISTORY :], (step.to(self._dtype), change.to(self._dtype))]
         return rises
 

@@ -323,6 +323,9 @@ def fit_linear_path(
         check_positive(value, "l2")
     if max_iter < 1:
         raise ValueError(f"`max_iter` must be at least 1, got {max_iter}")
+    if start is not None and tuple(start.weight.shape) != (num_classes, *features.shape[1:]):
+        wanted = [num_classes, *features.shape[1:]]
+        raise ValueError(f"`start` must have weights {wanted}, a row a class, got {list(start.weight.shape)}")
     together = sharded if isinstance(sharded, Together) else Together(features.device, sharded)
     with undisturbed(features.device):
         labels = _check(features, labels, num_classes, together, only)

@@ -356,8 +356,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/descent.py",
-        "weight = self._loss.settle(weight)",
-        "pass",
+        "weight = self._loss.settle(start())",
+        "weight = start()",
         "tests/functional/test_probes.py -k start",
     ),
     Mutant(
