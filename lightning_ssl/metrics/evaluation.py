@@ -31,11 +31,11 @@ class Shard(NamedTuple):
     positions: Tensor
     total: int
 
-    def some(self, mask: Callable[[], Tensor], together: Together) -> Some:
-        """Collective: the rows of a mask, which stay where they are."""
+    def some(self, mask: Tensor | Callable[[], Tensor], together: Together) -> Some:
+        """Collective: the rows of a mask, which stay where they are; what makes it may fail on one rank alone."""
 
         def mine() -> dict[str, Tensor]:
-            which = mask().nonzero().flatten()
+            which = (mask() if callable(mask) else mask).nonzero().flatten()
             return {"which": which, "at": self.positions[which]}
 
         parts = together.gather(mine)
@@ -47,7 +47,7 @@ class Shard(NamedTuple):
 
         return together.run(among_all)  # type: ignore[no-any-return]
 
-    def part(self, mask: Callable[[], Tensor], together: Together) -> Shard:
+    def part(self, mask: Tensor | Callable[[], Tensor], together: Together) -> Shard:
         """Collective: a copy of the rows of a mask, with their places among all that are kept."""
         some = self.some(mask, together)
         return Shard(together.run(lambda: self.rows[some.which]), some.labels, some.positions, some.total)

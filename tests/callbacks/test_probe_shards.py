@@ -348,6 +348,8 @@ def test_few_shots_are_so_many_of_each_class():
     together = evaluation.Together(torch.device("cpu"), sharded=False)
     few = evaluation.first_of_each_class(whole, 5, 3, together)
     assert torch.bincount(few.labels).tolist() == [5, 3, 5] and few.positions.tolist() == list(range(13))
+    again = whole.part(torch.isin(whole.rows[:, 0], few.rows[:, 0]), together)
+    assert all(torch.equal(a, b) for a, b in zip(again[:3], few[:3], strict=True)) and again.total == 13
     values = look([LinearProbe("backbone", pair(), shots=3)])
     assert 0 <= values["val/linear_top1"] <= 1
 
