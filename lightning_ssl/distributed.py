@@ -9,21 +9,19 @@ mean times :func:`rank_weight`.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# How long a sum is waited for awake, in seconds.
-_AWAKE = 0.01
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+from lightning_ssl._wires import Wires, connect
 
 
 def world_size(group: Any = None) -> int:
@@ -373,19 +371,28 @@ class Together:
         raise RankError(_by_rank({rank: words for rank, words in enumerate(told) if words is not None})) from problem
 
 
-def _add_up(x: Tensor, group: Any) -> None:
-    """Sum over ranks in place.
+# Bytes up to which a sum over ranks of one host goes by wires: what is larger goes by less traffic.
+_SHORT = 2**24
+_wires: WeakKeyDictionary[Any, Wires | None] = WeakKeyDictionary()
 
-    One that computes on processors waits awake at first: once asleep, it is woken late where all cores are busy, by
-    some milliseconds a sum. Who else wants the core has it meanwhile.
-    """
-    if x.device.type != "cpu":
+
+def _add_up(x: Tensor, group: Any) -> None:
+    """Sum over ranks in place."""
+    wires = _wires_of(group) if x.device.type == "cpu" else None
+    if wires is None or x.nbytes * (world_size(group) - 1) > _SHORT:
         dist.all_reduce(x, group=group)
-        return
-    work, end = dist.all_reduce(x, group=group, async_op=True), time.monotonic() + _AWAKE
-    while not work.is_completed() and time.monotonic() < end:
-        _give_way()
-    work.wait()
+    else:
+        wires.add_up(x)
+
+
+def _wires_of(group: Any) -> Wires | None:
+    """Collective at its first call for a group: the sockets between its ranks, where they can be had."""
+    group = dist.group.WORLD if group is None else group
+    if group not in _wires:
+        timeout = getattr(getattr(group._get_backend(torch.device("cpu")), "options", None), "_timeout", None)
+        seconds = (timeout or timedelta(minutes=30)).total_seconds()
+        _wires[group] = connect(rank(group), world_size(group), lambda value: gather_objects(value, group), seconds)
+    return _wires[group]
 
 
 def agree(ok: bool, number: int = 0, device: torch.device | None = None) -> tuple[bool, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from lightning_ssl.functional.products import times_transposed
 
 # Numbers that the Hessian's blocks may hold: 2^24 floats are 64 MB, and their inverses as much again.
 _BLOCKS = 2**24
-# Rows that count themselves in a block, for each of its dimensions.
-_ROWS = 4
+# Rows that count themselves in a block, for each of its dimensions: at least, and at most where they cost little.
+_ROWS = 4, 14
 # How far the variance of few rows may be above that of all.
 _EXCESS = 1.5
 # Weights of rows are told apart by that many steps an octave, so many steps down.
@@ -104,21 +104,23 @@ class Curvature:
         self._room = int(_BLOCKS * design.portion)
         # As many directions as there is memory for, and no more than pay: the blocks cost a look or two at all rows.
         room = self._room // loss.outputs
-        most = design.dim if design.dim**2 <= min(room, design.total) else math.isqrt(min(room, design.total // 2))
+        most = design.dim if design.dim**2 <= min(room, design.total) else math.isqrt(min(room, design.total // 3))
         self._leading = 0 if weight is None else max(1, min(design.dim, most))
         self._inverse: tuple[float, Tensor] | None = None
         self._loss = loss
         if weight is None:
             return
         raw = cache(lambda: basis.raw(weight))
-        scale = F.pad(design.scale / (design.scale > 0).sum().clamp_min(1).sqrt(), (0, 1)).to(design.dtype)
+        scale = (design.scale / (design.scale > 0).sum().clamp_min(1).sqrt()).to(design.dtype)
 
         def weigh(rows: Tensor) -> tuple[Tensor, Tensor]:
             p = loss.probabilities(times_transposed(rows, raw()))
             q = torch.addcmul(p, p, p, value=-1)
-            return q, q * (rows * scale).norm(dim=1, keepdim=True)
+            return q, q * rows[:, :-1].mul_(scale).norm(dim=1, keepdim=True)  # in place: a copy's memory is new each time
 
-        least = _threshold(loss, basis, weigh, _ROWS * self._leading)
+        # As much work as two looks at all rows, and as little memory as an output's block in sixteen.
+        cheap = min(4 * design.total * design.dim // self._leading**3, room // 16 // self._leading)
+        least = _threshold(loss, basis, weigh, self._leading * min(max(_ROWS[0], cheap), _ROWS[1]))
         self._weights, light, found = _heaviest(loss, weigh, least)
         self._blocks = self._moments(found, light)
 
@@ -136,37 +138,45 @@ class Curvature:
         """Collective: the blocks, a few outputs at a time, of the rows that were found and the light ones."""
         loss, design, together = self._loss, self._loss.design, self._loss.design.together
         size = self._leading + 1
-        width = max(1, self._room // 8 // size**2)  # outputs at a time
-
-        @cache  # made before the first exchange
-        def prepared() -> tuple[Tensor, Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-            turn = self._basis.turn[:, -size:].T.contiguous()
-            return turn, turn.new_empty(loss.outputs, size, size), *_by_output(loss, found)
-
-        def moments(outputs: range) -> Tensor:
-            turn, _, which, shares = prepared()
-            moment = torch.zeros(len(outputs), size, size, dtype=design.dtype, device=design.features.device)
-            for i, output in enumerate(outputs):
-                own, share = which[output], shares[output]
-                spare = -len(own) % 64
-                own, share = F.pad(own, (0, spare)), F.pad(share, (0, spare))  # some of no weight: `times_transposed`
-                for (rows, _), part in zip(design.chunks(own), share.split(design.chunk), strict=False):  # none: 1 part
-                    y = times_transposed(rows, turn)
-                    moment[i] += times_transposed((y * part[:, None]).T, y.T)
-            return moment
-
+        width = max(1, self._room // 64 // size**2)  # outputs at a time
+        own = cache(partial(self._own_moments, found))  # made before the first exchange
         for first in range(0, loss.outputs, width):
-            some = range(first, min(first + width, loss.outputs))
-            shapes = [(len(some), size, size)]
-            moment = together.sum(lambda some=some: [moments(some)], shapes, design.dtype)[0]
-            blocks = prepared()[1]
-            torch.div(moment, design.total, out=blocks[some.start : some.stop])
+            some = slice(first, min(first + width, loss.outputs))
+            shapes = [(some.stop - first, size, size)]
+            moment = together.sum(lambda some=some: [own()[some]], shapes, design.dtype)[0]
+            torch.div(moment, design.total, out=own()[some])
+        blocks = own()
         # And a little that keeps rows which are all certain regular.
         diagonal = blocks.diagonal(dim1=1, dim2=2)
         diagonal[:, :-1] += light[1][:, None] * self._basis.values[-size:-1]
         diagonal[:, -1] += light[0]
         diagonal += 1e-6 * self._weights.mean()
         return blocks
+
+    def _own_moments(self, found: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+        """The sums over this rank's rows that were found, each of which is read and turned once, whoever weighs it."""
+        loss, design = self._loss, self._loss.design
+        turn = self._basis.turn[:, -self._leading - 1 :].T.contiguous()
+        size, none = len(turn), turn.new_zeros(0)
+        moments = turn.new_zeros(loss.outputs, size, size)
+        row, output, q = (torch.cat(part) for part in zip((none.long(), none.long(), none), *found, strict=True))
+        rows, which = row.unique_consecutive(return_inverse=True)
+        stretch = max(64, self._room // 4 // size // 64 * 64)  # rows that are held, turned
+        bounds = torch.arange(0, len(rows) + stretch, stretch, device=rows.device)
+        ends = torch.searchsorted(which, bounds).tolist()
+        for first, start, end in zip(range(0, len(rows), stretch), ends, ends[1:], strict=False):
+            several = rows[first : first + stretch]
+            turned = turn.new_empty(len(several) + -len(several) % 64, size)
+            for (part, _), place in zip(design.chunks(_padded(several)), turned.split(design.chunk), strict=True):
+                place.copy_(times_transposed(part, turn))
+            order = output[start:end].argsort(stable=True)
+            counts = torch.bincount(output[start:end], minlength=loss.outputs).tolist()
+            places, shares = ((x[start:end] - off)[order].split(counts) for x, off in ((which, first), (q, 0)))
+            for moment, place, share in zip(moments, places, shares, strict=True):
+                if len(place):
+                    y = turned[_padded(place)]
+                    moment += times_transposed((y * _padded(share)[:, None]).T, y.T)
+        return moments
 
     def solve(self, gradients: Tensor, penalty: Tensor) -> Tensor:
         """The inverse times gradients ``[..., C, d + 1]`` along the directions, for a penalty of each of them."""
@@ -182,18 +192,20 @@ class Curvature:
 
     def _inverted(self, penalty: Tensor) -> Tensor:
         if self._inverse is None or self._inverse[0] != float(penalty[0]):
-            self._inverse = None  # the last one's memory is free first
-            whole = self._blocks.clone()
+            whole = torch.empty_like(self._blocks) if self._inverse is None else self._inverse[1]
+            self._inverse = None
+            factor = whole.mT  # as LAPACK has matrices; it is one and the same place for all of them
+            failed = torch.empty(len(whole), dtype=torch.int32, device=whole.device)
             diagonal = whole.diagonal(dim1=1, dim2=2)
-            diagonal += penalty[-whole.shape[1] :]
-            shift = 4 * torch.finfo(whole.dtype).eps * whole.shape[1] * diagonal.amax(dim=1, keepdim=True)
-            for larger in (1, 99, 9900):  # rounding may leave a block short of regular
+            for larger in (1, 100, 10_000):  # rounding may leave a block short of regular
+                whole.copy_(self._blocks)
+                diagonal += penalty[-whole.shape[1] :]
+                shift = 4 * torch.finfo(whole.dtype).eps * whole.shape[1] * diagonal.amax(dim=1, keepdim=True)
                 diagonal += larger * shift
-                factor, failed = torch.linalg.cholesky_ex(whole)
+                torch.linalg.cholesky_ex(factor, out=(factor, failed))
                 if not bool(failed.any()):
                     break
-            del whole, diagonal
-            self._inverse = float(penalty[0]), torch.cholesky_inverse(factor)
+            self._inverse = float(penalty[0]), torch.cholesky_inverse(factor, out=factor).mT
         return self._inverse[1]
 
 
@@ -254,10 +266,6 @@ def _heaviest(
     return total[0], total[1:], found
 
 
-def _by_output(loss: Any, found: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Of each output the rows that were found, and their weights."""
-    none = loss.design.mean.new_zeros(0)
-    row, output, q = (torch.cat(part) for part in zip((none.long(), none.long(), none), *found, strict=True))
-    order = output.argsort(stable=True)
-    counts = torch.bincount(output, minlength=loss.outputs).tolist()
-    return row[order].split(counts), q[order].split(counts)
+def _padded(x: Tensor) -> Tensor:
+    """With zeros up to a multiple of 64: few shapes, see :func:`times_transposed`."""
+    return F.pad(x, (0, -len(x) % 64))

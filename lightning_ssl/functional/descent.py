@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -49,8 +49,9 @@ class Descent:
         self.weight = torch.zeros(self._shape, dtype=self._together.wide, device=design.features.device)
         self._penalised = torch.ones(self._shape[1], dtype=self.weight.dtype, device=self.weight.device)
         self._penalised[-1] = 0
-        # Steps, and changes of the loss's gradient, in the precision of the rows: they only say where to go.
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        # Steps, changes of the gradient and one over their product, in the precision of the rows: they only say where to go.
+        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._penalty = torch.zeros(self._shape[1], dtype=self._dtype, device=self.weight.device)  # what is in changes
         self._learnt = 0  # pairs so far
         self._value: Tensor | None = None
         self._gradient: Tensor | None = None
@@ -178,8 +179,18 @@ class Descent:
         rises = bool(_dot(step, change) > 0)
         if rises:
             self._learnt += 1
-            self._pairs = [*self._pairs[1 - _HISTORY :], (step.to(self._dtype), change.to(self._dtype))]
+            step, change = step.to(self._dtype), change.to(self._dtype)
+            self._pairs = [*self._pairs[1 - _HISTORY :], self._pair(step, change.addcmul(self._penalty, step))]
         return rises
+
+    def _pair(self, step: Tensor, change: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return step, change, 1 / _dot(step, change)
+
+    def _penalise(self, penalty: Tensor) -> None:
+        """Give the changes another penalty's own part, exactly, whatever it was at their steps."""
+        if not torch.equal(penalty, self._penalty):
+            more, self._penalty = penalty - self._penalty, penalty
+            self._pairs = [self._pair(s, y.addcmul_(more, s)) for s, y, _ in self._pairs]
 
     def _direction(
         self, gradient: Tensor, last: Tensor | None, curvature: Curvature, penalty: Tensor
@@ -189,24 +200,19 @@ class Descent:
         And what the curvature makes of the gradient, which is the `last` of the next call.
         """
         penalty, given = penalty.to(self._dtype), gradient.to(self._dtype)
+        self._penalise(penalty)
         if not self._pairs:
             q = solved = curvature.solve(given, penalty)
         else:
-            q, turns = given.clone(), []
-            for s, y in self._whole_pairs(penalty, newest_first=True):
-                along = 1 / _dot(s, y)
-                turns.append((along, along * _dot(s, q)))
-                q.addcmul_(turns[-1][1], y, value=-1)
-            y = next(self._whole_pairs(penalty, newest_first=True))[1]
+            q, parts = given.clone(), []
+            for s, y, along in reversed(self._pairs):
+                parts.append(along * _dot(s, q))
+                q.addcmul_(parts[-1], y, value=-1)
+            _, y, along = self._pairs[-1]
             solved, q, *newest = curvature.solve(torch.stack([given, q, *([y] if last is None else [])]), penalty)
-            q = q.div_(turns[0][0] * _dot(y, newest[0] if newest else solved - last))
-            for (s, y), (along, part) in zip(self._whole_pairs(penalty), reversed(turns), strict=True):
+            q = q.div_(along * _dot(y, newest[0] if newest else solved - last))
+            for (s, y, along), part in zip(self._pairs, reversed(parts), strict=True):
                 q.addcmul_(part - along * _dot(y, q), s)
         q = self._loss.settle(q.to(gradient))
         slope = -float(_dot(q, gradient))
         return max(0.0, float(_dot(gradient, solved.to(gradient))), -slope) ** 0.5, -q, slope, solved
-
-    def _whole_pairs(self, penalty: Tensor, newest_first: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Steps and changes of the whole gradient: the penalty's own part exactly, whatever it was at that step."""
-        for s, change in reversed(self._pairs) if newest_first else self._pairs:
-            yield s, torch.addcmul(change, penalty, s)

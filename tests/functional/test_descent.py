@@ -47,7 +47,7 @@ def solved(loss, weight, gradient, penalty):
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("l2", [1e-4, 0.3])
 def test_curvature_is_the_hessians_blocks(several, l2, monkeypatch):
-    monkeypatch.setattr(curvature, "_ROWS", 10**6)  # every row counts itself
+    monkeypatch.setattr(curvature, "_ROWS", (10**6, 10**6))  # every row counts itself
     loss, x, y, weight = problem(several=several)
     penalty = l2 * torch.ones(7, dtype=torch.float64)
     penalty[-1] = 0
