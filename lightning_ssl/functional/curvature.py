@@ -174,7 +174,7 @@ class Curvature:
             places, shares = ((x[start:end] - off)[order].split(counts) for x, off in ((which, first), (q, 0)))
             for moment, place, share in zip(moments, places, shares, strict=True):
                 if len(place):
-                    y = turned[_padded(place)]
+                    y = turned.index_select(0, _padded(place))
                     moment += times_transposed((y * _padded(share)[:, None]).T, y.T)
         return moments
 

@@ -109,7 +109,8 @@ class Design:
         return [torch.tensor(float(count)), mean, squares]
 
     def _take(self, which: Tensor | slice) -> Tensor:
-        return self.features[which if self._only is None else self._only[which]]
+        which = which if self._only is None else self._only[which]
+        return self.features[which] if isinstance(which, slice) else self.features.index_select(0, which)
 
     def chunks(self, some: Tensor | None = None, chunk: int | None = None) -> Iterator[tuple[Tensor, Tensor | slice]]:
         """Centred rows with a last column of ones, a few at a time and always in one place, and which they are."""
