@@ -64,14 +64,16 @@ class Wires:
         """Collective: put the sum over ranks, the same to the last bit on all of them, in the place of `x` ``[n]``."""
         for part in x.split(self._room.shape[1] // x.element_size()):
             room = self._room.view(x.dtype)[:, : len(part)]
-            room[self._rank] = part
-            self._swap([memoryview(row.view(torch.uint8).numpy()) for row in room])
-            torch.sum(room, dim=0, out=part)
+            self._swap(_bytes(part), [_bytes(row) for row in room])
+            if len(room) == 2:
+                part += room[1 - self._rank]
+            else:  # in one order on all ranks
+                room[self._rank] = part
+                torch.sum(room, dim=0, out=part)
 
-    def _swap(self, rows: Sequence[memoryview]) -> None:
-        """Send this rank's row to all others, and receive theirs."""
-        to_send = dict.fromkeys(self._peers, rows[self._rank])
-        to_receive = {r: rows[r] for r in self._peers}
+    def _swap(self, own: memoryview, rows: Sequence[memoryview]) -> None:
+        """Send this rank's numbers to all others, and receive theirs."""
+        to_send, to_receive = dict.fromkeys(self._peers, own), {r: rows[r] for r in self._peers}
         since = time.monotonic()
         while to_send or to_receive:
             moved = sum([_move(to_send, r, self._peers[r].send) for r in [*to_send]])
@@ -109,6 +111,10 @@ def _move(left: dict[int, memoryview], r: int, by: Callable[[memoryview], int]) 
     if not len(left[r]):
         del left[r]
     return moved
+
+
+def _bytes(x: Tensor) -> memoryview:
+    return memoryview(x.view(torch.uint8).numpy())
 
 
 def connect(rank: int, ranks: int, tell: Callable[[Any], list[Any]], patience: float) -> Wires | None:

@@ -289,22 +289,20 @@ class Together:
             return [part.to(self.device, dtype) for part in make()]
         sizes = [math.prod(shape) for shape in shapes]
 
-        def buffer() -> Tensor:
-            return torch.zeros(sum(sizes) + 1, dtype=dtype, device=self.device)
+        def zeros(count: int) -> Tensor:
+            return torch.zeros(count, dtype=dtype, device=self.device)
 
         problem: Exception | None = None
         parts: list[Tensor] = []
         try:
             parts = [part.to(self.device, dtype).flatten() for part in make()]
-            flat = buffer()
             if [part.numel() for part in parts] not in ([], sizes):
                 raise ValueError(f"parts of {[part.numel() for part in parts]} numbers where {sizes} are to be summed")
-            if parts:
-                torch.cat(parts, out=flat[:-1])
+            flat = torch.cat([*(parts or [zeros(sum(sizes))]), zeros(1)])  # and a last number: what went wrong
         except Exception as error:
             problem = error
             parts.clear()  # room for zeros: the other ranks wait for as many numbers
-            flat = buffer()
+            flat = zeros(sum(sizes) + 1)
             flat[-1] = 1.0
         _begin("together")
         _add_up(flat, self.group)

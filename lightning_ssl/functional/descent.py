@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ssl.functional.curvature import Basis, Curvature
 
 # Pairs of steps and changes of the gradient that are kept.
-_HISTORY = 20
+_HISTORY = 10
 
 # A point to look at the rows from, and numbers of which the first rank's are to come back.
 Question: TypeAlias = tuple[Tensor, tuple[float, ...]]
@@ -147,7 +147,7 @@ class Descent:
     def _answer(self, loss: Tensor, gradient: Tensor, told: Tensor) -> Answer:
         # Turned after the sum over ranks: theirs are large where the sum is nearly zero.
         rows, numbers = told[1], told[4:].tolist()
-        return loss / rows, self._loss.settle(self._basis.along(gradient / rows)), numbers
+        return loss / rows, self._loss.settle(self._basis.along(gradient.div_(rows))), numbers
 
     def _descend(self, penalty: Tensor, curvature: Curvature, tolerance: float, max_iter: int) -> Search:
         if self._value is None or self._gradient is None:
