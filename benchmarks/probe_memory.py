@@ -1,7 +1,7 @@
 """Peak memory of probes on 200,000 x 768 features with 1,000 classes, on 1, 2 and 4 ranks (gloo, one thread each).
 
 Each rank holds its shard; what counts is how far its resident memory rises above the shard itself while it classifies
-2,000 queries by their 20 nearest neighbours; while the regression runs: its preconditioners, and more steps than the 20
+2,000 queries by their 20 nearest neighbours; while the regression runs: its preconditioners, and more steps than the 16
 that it remembers; and while one of two penalties is chosen on a held-out part and the model tried on 50,000 test rows,
 which are not counted as part of the shard. The aim is 0.3 of the shard and a constant for chunks; the law is fitted to
 two sizes and carried on to ImageNet's 1.28 million rows.
@@ -19,9 +19,9 @@ from lightning_ssl.distributed import Together
 from lightning_ssl.functional import fit_linear_probe, knn_predict
 from lightning_ssl.metrics.evaluation import Shard, linear_evaluation
 
-CONSTANT = 0.6  # GB: chunks of rows and similarities, the classes' blocks, and the weights of 20 steps
-WEIGHTS = 2 * 20 * 4 + 8 * 8  # bytes for each class and feature: what is remembered of 20 steps, and the search's own
-STEPS = 22  # of each stage of the regression: more than it remembers
+CONSTANT = 0.6  # GB: chunks of rows and similarities, the classes' blocks, and the weights of 16 steps
+WEIGHTS = 2 * 16 * 4 + 8 * 8  # bytes for each class and feature: what is remembered of 16 steps, and the search's own
+STEPS = 18  # of each stage of the regression: more than it remembers
 
 
 KINDS = "kNN", "regression", "penalties"

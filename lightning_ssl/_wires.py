@@ -1,7 +1,7 @@
 """Sums over ranks that compute on the cores of one host: by sockets, watched awake.
 
-A group's own threads find no free core there and are woken late, by some milliseconds where the clock ticks slowly. Here
-nobody is woken: whoever waits for the others looks after its sockets itself.
+A group's own threads find no free core there and are woken late, by some milliseconds where the clock ticks slowly.
+Here nobody is woken: whoever waits for the others looks after its sockets itself.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def _move(left: dict[int, memoryview], r: int, by: Callable[[memoryview], int]) 
 
 
 def _bytes(x: Tensor) -> memoryview:
-    return memoryview(x.view(torch.uint8).numpy())
+    numbers: Any = x.view(torch.uint8).numpy()
+    return memoryview(numbers)
 
 
 def connect(rank: int, ranks: int, tell: Callable[[Any], list[Any]], patience: float) -> Wires | None:

@@ -31,7 +31,9 @@ NOT_LIGHTNINGS = {
     "_defaults",
     "_reductions",
     "_fields",
+    "_get_backend",  # torch's process groups', as the next two
     "_get_default_store",
+    "_timeout",
     "_make",
     "_replace",
     "_BatchNorm",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -115,27 +114,6 @@ def without_a_buffer(rank, world_size):
 def test_an_exchange_for_which_one_rank_lacks_memory_is_an_error_on_all():
     for told, after in run_ranks(2, without_a_buffer):
         assert told == "rank 1: OutOfMemoryError: CUDA out of memory" and after == [2.0] * 5
-
-
-def wait(rank, world_size, late):
-    """Of the first rank: the sum, how often it gave way to others while it waited, its seconds on the processor."""
-    given, give_way = [], distributed._give_way
-    distributed._give_way = lambda: (given.append(1), give_way())
-    try:
-        distributed.dist.barrier()
-        start = time.process_time()
-        if rank:
-            time.sleep(late)
-        total = Together(torch.device("cpu")).sum(lambda: [torch.tensor(rank + 1.0)], [()])
-        return float(total[0]), len(given), time.process_time() - start
-    finally:
-        distributed._give_way = give_way
-
-
-@pytest.mark.parametrize("late", [0.003, 1.0])
-def test_a_rank_waits_awake_for_a_moment_and_then_asleep(late):
-    (total, given, busy), (same, *_) = run_ranks(2, wait, late)
-    assert total == same == 3 and given > 0 and busy < 0.5
 
 
 def send_beside(rank, world_size):

@@ -116,7 +116,8 @@ class Curvature:
         def weigh(rows: Tensor) -> tuple[Tensor, Tensor]:
             p = loss.probabilities(times_transposed(rows, raw()))
             q = torch.addcmul(p, p, p, value=-1)
-            return q, q * rows[:, :-1].mul_(scale).norm(dim=1, keepdim=True)  # in place: a copy's memory is new each time
+            # In place: memory for a copy might be new each time, and the system takes longer to give it.
+            return q, q * rows[:, :-1].mul_(scale).norm(dim=1, keepdim=True)
 
         # As much work as two looks at all rows, and as little memory as an output's block in sixteen.
         cheap = min(4 * design.total * design.dim // self._leading**3, room // 16 // self._leading)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ssl.functional.curvature import Basis, Curvature
 
 # Pairs of steps and changes of the gradient that are kept.
-_HISTORY = 10
+_HISTORY = 16
 
 # A point to look at the rows from, and numbers of which the first rank's are to come back.
 Question: TypeAlias = tuple[Tensor, tuple[float, ...]]
@@ -49,7 +49,7 @@ class Descent:
         self.weight = torch.zeros(self._shape, dtype=self._together.wide, device=design.features.device)
         self._penalised = torch.ones(self._shape[1], dtype=self.weight.dtype, device=self.weight.device)
         self._penalised[-1] = 0
-        # Steps, changes of the gradient and one over their product, in the precision of the rows: they only say where to go.
+        # Steps, changes of the gradient, one over their product; in the rows' precision: they only say where to go.
         self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []
         self._penalty = torch.zeros(self._shape[1], dtype=self._dtype, device=self.weight.device)  # what is in changes
         self._learnt = 0  # pairs so far

@@ -62,6 +62,15 @@ def test_curvature_is_the_hessians_blocks(several, l2, monkeypatch):
         torch.testing.assert_close(found, whole, rtol=1e-3, atol=1e-6)
 
 
+def test_blocks_are_the_same_in_stretches_of_rows_and_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(curvature, "_ROWS", (10**6, 10**6))
+    loss, _, _, weight = problem()
+    basis = curvature.Basis(loss.design)
+    whole = curvature.Curvature(loss, basis, weight @ basis.vectors)._blocks
+    monkeypatch.setattr(curvature, "_BLOCKS", 512)  # 64 rows, and one output
+    torch.testing.assert_close(curvature.Curvature(loss, basis, weight @ basis.vectors)._blocks, whole)
+
+
 def test_rows_beyond_the_heaviest_count_by_their_mean():
     loss, x, y, weight = problem(rows=4000)
     penalty = torch.zeros(7, dtype=torch.float64)
@@ -125,7 +134,8 @@ def test_a_direction_is_that_of_the_memorys_whole_matrix(known):
     points = 0.3 * torch.randn(4, 4, 7, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     points = [loss.settle(point) for point in points]
     gradients = [at(search, point)[1] for point in points]
-    for k in range(3):
+    for k in range(3):  # each under another penalty
+        search._penalise((k + 2) * penalty)
         assert search._remember(points[k + 1] - points[k], gradients[k + 1] - gradients[k])
     whole = [g + penalty * w for g, w in zip(gradients, points, strict=True)]
 

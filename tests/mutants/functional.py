@@ -332,8 +332,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/regression.py",
-        "self.features[which if self._only is None else self._only[which]]",
-        "self.features[which]",
+        "which = which if self._only is None else self._only[which]",
+        "which = which",
         "tests/functional/test_sharded.py -k some_of",
     ),
     Mutant(
@@ -398,8 +398,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/descent.py",
-        "yield s, torch.addcmul(change, penalty, s)",
-        "yield s, change",
+        "more, self._penalty = penalty - self._penalty, penalty",
+        "more, self._penalty = penalty, penalty",
         "tests/functional/test_descent.py -k memorys",
     ),
     Mutant(
@@ -416,8 +416,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/descent.py",
-        "self._loss.settle(self._basis.along(gradient / rows))",
-        "self._loss.settle(gradient / rows)",
+        "self._loss.settle(self._basis.along(gradient.div_(rows)))",
+        "self._loss.settle(gradient.div_(rows))",
         "tests/functional/test_descent.py",
     ),
     Mutant(
@@ -446,9 +446,9 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/curvature.py",
-        "-len(own) % 64",
-        "0",
-        "tests/functional/test_memory.py -k linear",
+        "F.pad(x, (0, -len(x) % 64))",
+        "F.pad(x, (0, -len(x) % 64), value=1)",
+        "tests/functional/test_descent.py -k blocks",
     ),
     Mutant(  # rows in the order of their classes
         "lightning_ssl/functional/regression.py",
@@ -464,7 +464,7 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/functional/curvature.py",
-        "return q, q * (rows * scale).norm(dim=1, keepdim=True)",
+        "return q, q * rows[:, :-1].mul_(scale).norm(dim=1, keepdim=True)",
         "return q, q.clone()",
         "tests/functional/test_descent.py -k far_out",
     ),
@@ -500,27 +500,9 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/distributed.py",
-        "            parts.clear()  # room for zeros: the other ranks wait for as many numbers\n            flat = buffer()\n",
+        "            parts.clear()  # room for zeros: the other ranks wait for as many numbers\n            flat = zeros(sum(sizes) + 1)\n",
         "",
         "tests/test_distributed.py -k lacks_memory",
-    ),
-    Mutant(
-        "lightning_ssl/distributed.py",
-        "work.is_completed() and time.monotonic() < end",
-        "work.is_completed()",
-        "tests/test_distributed.py -k awake",
-    ),
-    Mutant(
-        "lightning_ssl/distributed.py",
-        "while not work.is_completed() and",
-        "while False and",
-        "tests/test_distributed.py -k awake",
-    ),
-    Mutant(
-        "lightning_ssl/distributed.py",
-        "        _give_way()\n    work.wait()",
-        "        _give_way()",
-        "tests/test_distributed.py -k awake",
     ),
     Mutant(
         "lightning_ssl/functional/products.py",
@@ -592,4 +574,82 @@ MUTANTS = [
         f"{HERE}quality.py", "within = moment - between", "within = moment", "tests/metrics/test_metrics.py -k quality"
     ),
     Mutant(f"{HERE}quality.py", "log_q.exp() * (log_q - log_p)", "log_p.exp() * (log_q - log_p)", QUALITY),
+    Mutant(  # two ranks
+        "lightning_ssl/_wires.py",
+        "part += room[1 - self._rank]",
+        "part.copy_(room[1 - self._rank])",
+        "tests/test_wires.py -k last_bit",
+    ),
+    Mutant(  # more of them
+        "lightning_ssl/_wires.py",
+        "room[self._rank] = part",
+        "pass",
+        "tests/test_wires.py -k last_bit",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "torch.sum(room, dim=0, out=part)",
+        "[part.add_(row) for r, row in enumerate(room) if r != self._rank]",
+        "tests/test_wires.py -k last_bit",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "elif now - since < _AWAKE:",
+        "elif False:",
+        "tests/test_wires.py -k awake",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "self._sleep(set(to_send), set(to_receive))",
+        "_give_way()",
+        "tests/test_wires.py -k awake",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "elif now - since < self._patience:",
+        "elif True:",
+        "tests/test_wires.py -k for_ever",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "    if not moved:\n",
+        "    if False:\n",
+        "tests/test_wires.py -k for_ever",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "return wires if all(tell(well)) else None",
+        "return wires if well else None",
+        "tests/test_wires.py -k cannot_be_had",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "shutil.rmtree(folder, ignore_errors=True)",
+        "pass",
+        "tests/test_wires.py -k cannot_be_had",
+    ),
+    Mutant(
+        "lightning_ssl/distributed.py",
+        "wires is None or x.nbytes * (world_size(group) - 1) > _SHORT",
+        "wires is None",
+        "tests/test_wires.py -k less_traffic",
+    ),
+    Mutant(  # heavy rows beyond the first stretch
+        "lightning_ssl/functional/curvature.py",
+        "(which, first), (q, 0)",
+        "(which, 0), (q, 0)",
+        "tests/functional/test_descent.py -k stretches",
+    ),
+    Mutant(
+        "lightning_ssl/functional/curvature.py",
+        "diagonal += larger * shift",
+        "diagonal += shift",
+        "tests/functional/test_descent.py",
+    ),
+    Mutant(
+        "lightning_ssl/functional/descent.py",
+        "self._pair(step, change.addcmul(self._penalty, step))",
+        "self._pair(step, change)",
+        "tests/functional/test_descent.py -k memorys",
+    ),
 ]
