@@ -77,9 +77,9 @@ def run(tiny: bool = False) -> Section:
             "cores share caches and the way to memory with each other, and here with other machines."
         )
     notes.append(
-        "What a rank does for itself does not get shorter: one finds the directions (29 ms), for which the others wait, "
-        "and all make the steps and the blocks' inverses: 25 ms of a fit with 10 classes, 0.15 s with 100. The two "
-        "ranks' 45 to 66 exchanges take 10 and 20 ms together, and they wait as long for whoever is late."
+        "What a rank does for itself does not get shorter: one finds the directions (29 ms), for which the others "
+        "wait, and all make the steps and the blocks' inverses: 25 ms of a fit with 10 classes, 0.15 s with 100. The "
+        "two ranks' 45 to 66 exchanges take 10 and 20 ms together, and they wait as long for whoever is late."
     )
     n, dim, classes = (600, 16, 5) if tiny else (200_000, 768, 1000)
     work = f"{n:,} x {dim}, {classes:,} classes"
