@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -47,29 +47,37 @@ class Wires:
         for peer in self._peers.values():
             peer.close()
 
-    def meet(self, paths: Sequence[str], door: socket.socket) -> None:
-        """Connect to the ranks before this one, where they listen, and let in those after it."""
+    def call(self, paths: Sequence[str]) -> None:
+        """Connect to the ranks before this one, where they listen."""
         for r in range(self._rank):
             self._peers[r] = socket.socket(socket.AF_UNIX)
             self._peers[r].connect(paths[r])
             self._peers[r].sendall(self._rank.to_bytes(4, "big"))
+            self._peers[r].setblocking(False)
+
+    def answer(self, door: socket.socket) -> None:
+        """Let in the ranks after this one, all of which have called."""
         door.settimeout(_ARRIVAL)
-        for _ in paths[self._rank + 1 :]:
+        for _ in range(len(self._room) - 1 - self._rank):
             peer, _ = door.accept()
             self._peers[int.from_bytes(peer.recv(4), "big")] = peer
-        for peer in self._peers.values():
             peer.setblocking(False)
 
     def add_up(self, x: Tensor) -> None:
         """Collective: put the sum over ranks, the same to the last bit on all of them, in the place of `x` ``[n]``."""
-        for part in x.split(self._room.shape[1] // x.element_size()):
-            room = self._room.view(x.dtype)[:, : len(part)]
-            self._swap(_bytes(part), [_bytes(row) for row in room])
-            if len(room) == 2:
-                part += room[1 - self._rank]
-            else:  # in one order on all ranks
-                room[self._rank] = part
-                torch.sum(room, dim=0, out=part)
+        try:
+            for part in x.split(self._room.shape[1] // x.element_size()):
+                room = self._room.view(x.dtype)[:, : len(part)]
+                self._swap(_bytes(part), [_bytes(row) for row in room])
+                if len(room) == 2:
+                    part += room[1 - self._rank]
+                else:  # in one order on all ranks
+                    room[self._rank] = part
+                    torch.sum(room, dim=0, out=part)
+        except BaseException:  # by Ctrl-C, too: half of a message must not be taken for the next one's
+            for peer in self._peers.values():
+                peer.close()
+            raise
 
     def _swap(self, own: memoryview, rows: Sequence[memoryview]) -> None:
         """Send this rank's numbers to all others, and receive theirs."""
@@ -129,23 +137,26 @@ def connect(rank: int, ranks: int, tell: Callable[[Any], list[Any]], patience: f
     """
     if not hasattr(socket, "AF_UNIX"):
         return None
-    wires, folder, path = None, None, ""
-    with socket.socket(socket.AF_UNIX) as door:
-        try:
-            wires, folder = Wires(rank, ranks, patience), tempfile.mkdtemp()
-            door.bind(f"{folder}/door")
+    with ExitStack() as until_then:
+        made: list[Any] = []
+
+        def open_door() -> None:
+            path = f"{until_then.enter_context(tempfile.TemporaryDirectory())}/door"
+            door = until_then.enter_context(socket.socket(socket.AF_UNIX))
+            door.bind(path)
             door.listen(ranks)
-            path = f"{folder}/door"
-        except (OSError, RuntimeError, MemoryError):
-            pass
-        paths = tell(path)
-        well = all(paths)
-        try:
-            if well and wires is not None:
-                wires.meet(paths, door)
-        except OSError:
+            made.extend((path, door, Wires(rank, ranks, patience)))
+
+        def on_all(step: Callable[[], None]) -> bool:
             well = False
-        finally:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-    return wires if all(tell(well)) else None
+            with suppress(OSError, RuntimeError, MemoryError):
+                step()
+                well = True
+            return all(tell(well))
+
+        if on_all(open_door):
+            path, door, wires = made
+            paths = tell(path)
+            if on_all(lambda: wires.call(paths)) and on_all(lambda: wires.answer(door)):
+                return wires  # type: ignore[no-any-return]
+    return None

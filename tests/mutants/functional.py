@@ -618,15 +618,21 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/_wires.py",
-        "return wires if all(tell(well)) else None",
-        "return wires if well else None",
+        "return all(tell(well))",
+        "return tell(well) is not None and well",
         "tests/test_wires.py -k cannot_be_had",
     ),
     Mutant(
         "lightning_ssl/_wires.py",
-        "shutil.rmtree(folder, ignore_errors=True)",
-        "pass",
+        "until_then.enter_context(tempfile.TemporaryDirectory())",
+        "tempfile.mkdtemp()",
         "tests/test_wires.py -k cannot_be_had",
+    ),
+    Mutant(
+        "lightning_ssl/_wires.py",
+        "            for peer in self._peers.values():\n                peer.close()\n            raise",
+        "            raise",
+        "tests/test_wires.py -k for_ever",
     ),
     Mutant(
         "lightning_ssl/distributed.py",
