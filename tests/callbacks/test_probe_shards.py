@@ -28,7 +28,7 @@ from torch.utils.data import (
 from lightning_ssl import distributed
 from lightning_ssl.callbacks import KNNProbe, LinearProbe, Probe
 from lightning_ssl.callbacks._engine import embedding, stream
-from lightning_ssl.functional import descent, fit_linear_probe, probes, regression
+from lightning_ssl.functional import curvature, descent, fit_linear_probe, probes, regression
 from lightning_ssl.metrics import LinearProbeAccuracy, evaluation
 from tests.callbacks import strangers
 from tests.callbacks.harness import History, ddp_trainer, trainer
@@ -393,6 +393,7 @@ PLACES = {
     "principal directions": (torch.linalg, "eigh"),
     "curvature": (regression.Classes, "probabilities"),
     "heaviest rows": (torch, "bincount"),
+    "blocks": (curvature.Curvature, "_own_moments"),
     "preconditioner": (torch.linalg, "cholesky_ex"),
     "regression": (regression.Classes, "loss"),
     "memory of steps": (descent.Descent, "_remember"),
