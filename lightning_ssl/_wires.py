@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-import torch
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class Wires:
         self._rank, self._patience = rank, patience
         self._peers: dict[int, socket.socket] = {}
         # Had before any sum, so that none wants memory which one rank may lack.
-        self._room = torch.empty(ranks, _ROOM // ranks // 64 * 64, dtype=torch.uint8)
+        self._room = np.empty((ranks, _ROOM // ranks // 64 * 64), np.uint8)
 
     def __del__(self) -> None:
         for peer in self._peers.values():
@@ -64,16 +64,22 @@ class Wires:
             peer.setblocking(False)
 
     def add_up(self, x: Tensor) -> None:
-        """Collective: put the sum over ranks, the same to the last bit on all of them, in the place of `x` ``[n]``."""
+        """Collective: put the sum over ranks, the same to the last bit on all of them, in the place of `x` ``[n]``.
+
+        Numbers are of single or double precision.
+        """
+        numbers, room = x.numpy(), self._room.view(x.numpy().dtype)
+        few = room.shape[1]
         try:
-            for part in x.split(self._room.shape[1] // x.element_size()):
-                room = self._room.view(x.dtype)[:, : len(part)]
-                self._swap(_bytes(part), [_bytes(row) for row in room])
-                if len(room) == 2:
-                    part += room[1 - self._rank]
+            for start in range(0, len(numbers), few):
+                part = numbers[start : start + few]
+                rows = room[:, : len(part)]
+                self._swap(part.data.cast("B"), [row.data.cast("B") for row in rows])
+                if len(rows) == 2:
+                    part += rows[1 - self._rank]
                 else:  # in one order on all ranks
-                    room[self._rank] = part
-                    torch.sum(room, dim=0, out=part)
+                    rows[self._rank] = part
+                    np.add.reduce(rows, axis=0, out=part)
         except BaseException:  # by Ctrl-C, too: half of a message must not be taken for the next one's
             for peer in self._peers.values():
                 peer.close()
@@ -119,11 +125,6 @@ def _move(left: dict[int, memoryview], r: int, by: Callable[[memoryview], int]) 
     if not len(left[r]):
         del left[r]
     return moved
-
-
-def _bytes(x: Tensor) -> memoryview:
-    numbers: Any = x.view(torch.uint8).numpy()
-    return memoryview(numbers)
 
 
 def connect(rank: int, ranks: int, tell: Callable[[Any], list[Any]], patience: float) -> Wires | None:

@@ -377,7 +377,8 @@ _wires: WeakKeyDictionary[Any, Wires | None] = WeakKeyDictionary()
 def _add_up(x: Tensor, group: Any) -> None:
     """Sum over ranks in place."""
     wires = _wires_of(group) if x.device.type == "cpu" else None
-    if wires is None or x.nbytes * (world_size(group) - 1) > _SHORT:
+    plain = x.dtype in (torch.float32, torch.float64)
+    if wires is None or not plain or x.nbytes * (world_size(group) - 1) > _SHORT:
         dist.all_reduce(x, group=group)
     else:
         wires.add_up(x)

@@ -25,8 +25,9 @@ from lightning_ssl.precision import undisturbed
 # Numbers that a few rows and what is made of them may hold at a time on a device: 2^25 floats are 128 MB.
 BUDGET = 2**25
 _TYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
-# Rows times dimensions times outputs up to which double precision costs nothing.
-_SMALL = 2**20
+# Rows times dimensions times outputs up to which double precision costs nothing, and a thousandth of the tolerance
+# little: of a few rows one is soon on the other side.
+_SMALL, _EXACT = 2**20, 1e-3
 # The whitened gradient's norm at which the curvature is worth a second look.
 _ROUGH = 0.1
 # The curvature is looked at anew after that many penalties of a path; the first of them is reached by stages.
@@ -73,8 +74,8 @@ class Design:
         self.chunk = max(16, min(most, budget // (2 * self.dim)))
         self.total, self.positions, dtype = place_rows(features, together, positions, self.count)
         self.given = torch.promote_types(dtype, torch.float32)
-        small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
-        self.dtype = torch.float64 if small else self.given
+        self.small = self.total * self.dim * outputs <= _SMALL and together.wide == torch.float64
+        self.dtype = torch.float64 if self.small else self.given
         few = min(self.chunk, self.count + -self.count % 64)  # the curvature takes rows by 64
 
         def make() -> list[Tensor]:
@@ -254,8 +255,8 @@ def fit_linear_probe(
         num_classes: the number of classes C.
         l2: :math:`\lambda`, positive.
         max_iter: a limit on the steps; where it is reached, a warning says so.
-        tolerance: stop when the norm of the whitened gradient is at most that: half its square is about what the
-            objective has still to fall.
+        tolerance: stop when the norm of the whitened gradient is at most that, of little data a thousandth of that:
+            half its square is about what the objective has still to fall.
         start: weights to begin with, of an earlier fit of similar features.
         sharded: each rank passes its own rows (also none), all call together and get the same weights; the ranks may be
             named, :class:`lightning_ssl.distributed.Together`.
@@ -334,6 +335,7 @@ def fit_linear_path(
         loss = (Attributes if labels.ndim == 2 else Classes)(design, labels, num_classes)
         basis = Basis(design)
         descent = Descent(loss, basis)
+        tolerance *= _EXACT if design.small else 1.0
         if start is not None:
             descent.begin(lambda: design.standard(start) @ basis.vectors)
         stages = [] if start is not None else [max(l2) * factor for factor in _STAGES if max(l2) * factor < 0.1]

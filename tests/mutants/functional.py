@@ -576,20 +576,20 @@ MUTANTS = [
     Mutant(f"{HERE}quality.py", "log_q.exp() * (log_q - log_p)", "log_p.exp() * (log_q - log_p)", QUALITY),
     Mutant(  # two ranks
         "lightning_ssl/_wires.py",
-        "part += room[1 - self._rank]",
-        "part.copy_(room[1 - self._rank])",
+        "part += rows[1 - self._rank]",
+        "part[:] = rows[1 - self._rank]",
         "tests/test_wires.py -k last_bit",
     ),
     Mutant(  # more of them
         "lightning_ssl/_wires.py",
-        "room[self._rank] = part",
+        "rows[self._rank] = part",
         "pass",
         "tests/test_wires.py -k last_bit",
     ),
     Mutant(
         "lightning_ssl/_wires.py",
-        "torch.sum(room, dim=0, out=part)",
-        "[part.add_(row) for r, row in enumerate(room) if r != self._rank]",
+        "np.add.reduce(rows, axis=0, out=part)",
+        "part += sum(row for r, row in enumerate(rows) if r != self._rank)",
         "tests/test_wires.py -k last_bit",
     ),
     Mutant(
@@ -636,8 +636,8 @@ MUTANTS = [
     ),
     Mutant(
         "lightning_ssl/distributed.py",
-        "wires is None or x.nbytes * (world_size(group) - 1) > _SHORT",
-        "wires is None",
+        "not plain or x.nbytes * (world_size(group) - 1) > _SHORT",
+        "not plain",
         "tests/test_wires.py -k less_traffic",
     ),
     Mutant(  # heavy rows beyond the first stretch
