@@ -187,7 +187,7 @@ class Descent:
         return step, change, 1 / _dot(step, change)
 
     def _penalise(self, penalty: Tensor) -> None:
-        """Give the changes another penalty's own part, exactly, whatever it was at their steps."""
+        """Give the changes another penalty's own part, whatever it was at their steps."""
         if not torch.equal(penalty, self._penalty):
             more, self._penalty = penalty - self._penalty, penalty
             self._pairs = [self._pair(s, y.addcmul_(more, s)) for s, y, _ in self._pairs]

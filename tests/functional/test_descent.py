@@ -197,6 +197,16 @@ def test_few_looks_at_the_rows_are_enough(ordered, searches):
     assert searches[0].evaluations <= 40
 
 
+def test_little_data_ends_in_one_place_from_wherever_it_began():
+    """Of some rows with many features the objective is flat: with the tolerance as it is weights were 6e-4 apart."""
+    dice = torch.Generator().manual_seed(0)
+    x, y = torch.randn(24, 256, generator=dice), torch.arange(24) % 4
+    cold = fit_linear_probe(x, y, 4, 0.01)
+    other = fit_linear_probe(torch.randn(24, 256, generator=dice), y, 4, 0.01)
+    warm = fit_linear_probe(x, y, 4, 0.01, start=other)
+    assert float((warm.weight - cold.weight).abs().max() / cold.weight.abs().max()) < 1e-4
+
+
 def far_out(case):
     """Rows of very unequal norms; or one number that is far out, on a row that the directions are found from."""
     dice = torch.Generator().manual_seed(0)
